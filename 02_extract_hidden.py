@@ -1,0 +1,158 @@
+"""Stage 02: each sample's exact token stream, with the target's hidden states at every token.
+
+    python 02_extract_hidden.py --config configs/kimi-k2.5.toml
+    python 02_extract_hidden.py --config configs/demo.toml --extractor local
+
+Reads RUN/01_synthetic; writes RUN/02_hidden/shard-*.safetensors of about 1 GiB: ids, loss mask, the residual stream at
+the input of the aux layers, and the last state before the final norm. Every shard is checked against the target's own
+choices as stored; a run whose states do not predict the target's own tokens stops. The same command resumes.
+"""
+
+import os
+from pathlib import Path
+
+from common.config import Settings, load_settings
+from common.errors import TooManyFailures, UserError, guarded
+from common.progress import say, table
+from common.protocol import load_protocol
+from common.storage import JsonlParts, Manifest, check_free_space, digest, open_stage, stage_lock
+from common.streams import StreamReader
+from common.target import TargetSizes, read_sizes, read_tensors, target_digest
+
+STAGE, INPUT = "02_hidden", "01_synthetic"
+
+
+def main() -> int:
+    switches = {"verify": "re-read and check all shards; damaged ones are extracted again"}
+    settings = load_settings(None, __doc__, ("target", "extract"), switches)
+    os.environ.setdefault("HF_HUB_DISABLE_PROGRESS_BARS", "1")
+    folder, source = settings.run_dir / STAGE, settings.run_dir / INPUT
+    records = Manifest.load(source, INPUT)
+    check_input(records, source)
+    sizes = read_sizes(settings.target)
+    aux_layers = sizes.aux_layers(settings.extract.aux_layers)
+    reader = StreamReader(
+        source, load_protocol(settings.target), sizes.vocab_size, settings.extract.max_tokens_per_sample
+    )
+    places = reader.places(settings.n)
+    if not places:
+        raise UserError(f"{source} holds no usable record ({dict(reader.rejected) or 'it is empty'}); run 01b first")
+
+    from common.extract import Extraction, plan_shards
+    from common.onpolicy import OnPolicyCheck
+    from common.shards import Shard, ShardKind
+
+    kind = ShardKind(settings.target.model, target_digest(settings.target), sizes.hidden_size, aux_layers)
+    if settings.dry_run:
+        return show_plan(settings, sizes, kind, places, reader, there=known_ids(folder, Shard))
+    with stage_lock(folder.parent / f".{STAGE}"):
+        fingerprint = settings.fingerprint() | {"aux_layers": list(aux_layers), "target_digest": kind.target_digest}
+        fingerprint |= {"input": digest(records.fingerprint)}
+        manifest = open_stage(folder, STAGE, fingerprint, settings.as_dict(), settings.fresh)
+        discard_damaged(manifest, folder, hashes=settings.flags.verify)
+        there = known_ids(folder, Shard, manifest)
+        show_plan(settings, sizes, kind, places, reader, there)
+        todo = [place for place in places if place.id not in there]
+        check_free_space(folder, sum(place.tokens for place in todo) * kind.bytes_per_token())
+
+        tensors = read_tensors(settings.target, "norm", "lm_head")
+        check = OnPolicyCheck(tensors["norm"], tensors["lm_head"], sizes.eps, settings.extract)
+        failures = JsonlParts(folder, prefix="failures")
+        for reject in reader.rejects:
+            failures.append(reject)
+        plans = plan_shards(todo, kind, settings.extract.shard_gib, next_index(manifest))
+        run = Extraction(folder, reader, None, kind, settings.extract, check, manifest, failures)
+        if plans:
+            run.extractor = make_extractor(settings, aux_layers)
+            say(f"  extractor: {run.extractor.description}")
+            run.run(plans)
+        return finish(settings, folder, manifest, run, reader, len(todo))
+
+
+def make_extractor(settings: Settings, aux_layers: tuple[int, ...]):
+    if settings.extract.extractor == "local":
+        from common.extractors.local import LocalExtractor
+
+        return LocalExtractor(settings.target, settings.extract, aux_layers)
+    raise UserError("extract.extractor 'vllm' is not built yet; use --extractor local")
+
+
+def check_input(records: Manifest, source: Path) -> None:
+    bad = records.verify(source)
+    if bad:
+        raise UserError(f"{source}/{bad[0]} is not what 01b wrote (size or SHA-256 differs); rerun 01b to repair it")
+
+
+def discard_damaged(manifest: Manifest, folder: Path, hashes: bool) -> None:
+    """Forget shards that are missing or damaged, so that their samples are extracted again; bytes are kept aside."""
+    for name in manifest.verify(folder, hashes):
+        say(f"  {name} is damaged or missing: its samples are extracted again")
+        if (folder / name).exists():
+            (folder / name).rename(folder / f"{name}.damaged")
+        del manifest.files[name]
+    manifest.save(folder)
+
+
+def known_ids(folder: Path, shard_class, manifest: Manifest | None = None) -> set[str]:
+    """Ids of the samples in finished shards."""
+    if manifest is None and not (folder / "manifest.json").exists():
+        return set()
+    manifest = manifest or Manifest.load(folder, STAGE)
+    return {fact["id"] for name in manifest.files for fact in shard_class(folder / name).facts}
+
+
+def next_index(manifest: Manifest) -> int:
+    return 1 + max((int(name.split("-")[1].split(".")[0]) for name in manifest.files), default=-1)
+
+
+def show_plan(settings: Settings, sizes: TargetSizes, kind, places, reader: StreamReader, there: set[str]) -> int:
+    tokens = sum(place.tokens for place in places)
+    todo = sum(place.tokens for place in places if place.id not in there)
+    say(f"02 extract: {settings.target.model} -> {settings.run_dir / STAGE}" + " (dry run)" * settings.dry_run)
+    table(
+        [
+            (
+                "layers",
+                f"input of {', '.join(map(str, kind.aux_layers))} of {sizes.layers}, and the last before the norm",
+            ),
+            (
+                "samples",
+                f"{len(places)} with {tokens:,} tokens; {len(places) - sum(p.id in there for p in places)} to do",
+            ),
+            (
+                "cut or dropped",
+                f"{reader.cut} cut at {reader.max_tokens} tokens; dropped: {dict(reader.rejected) or 'none'}",
+            ),
+            (
+                "disk",
+                f"{kind.bytes_per_token():,} bytes a token, {todo * kind.bytes_per_token() / 2**30:.2f} GiB to write",
+            ),
+        ]
+    )
+    return 0
+
+
+def finish(settings: Settings, folder: Path, manifest: Manifest, run, reader: StreamReader, asked: int) -> int:
+    sequences = sum(facts["sequences"] for facts in manifest.files.values())
+    tokens = sum(facts["tokens"] for facts in manifest.files.values())
+    on_policy = run.check.total
+    manifest.counts = {"sequences": sequences, "tokens": tokens, "failed": run.failed, "dropped": dict(reader.rejected)}
+    if on_policy.positions:
+        manifest.counts["nll"] = on_policy.nll / on_policy.positions
+        manifest.counts["top1"] = on_policy.top1 / on_policy.positions
+    manifest.complete = run.failed == 0
+    manifest.save(folder)
+    size = sum(facts["bytes"] for facts in manifest.files.values())
+    say(f"02 done: {sequences} sequences, {tokens:,} tokens, {len(manifest.files)} shards, {size / 2**30:.2f} GiB")
+    table([("on policy", on_policy.line()), ("failed", str(run.failed))])
+    if run.failed > settings.extract.max_failed_share * max(asked, 1):
+        raise TooManyFailures(
+            f"{run.failed} of {asked} sequences failed, see {folder}/failures-00000.jsonl; rerun to retry"
+        )
+    if not manifest.files:
+        raise UserError(f"no sequence of {settings.run_dir / INPUT} could be extracted")
+    return 0
+
+
+if __name__ == "__main__":
+    guarded(main)

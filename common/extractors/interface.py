@@ -1,0 +1,19 @@
+"""What extraction asks of an extractor: streams in, each stream's states out, in any order."""
+
+from collections.abc import Iterable, Iterator
+from typing import Protocol
+
+from common.shards import States
+from common.streams import Stream
+
+
+class ExtractError(Exception):
+    """One sequence's states could not be had; it is recorded, never stored."""
+
+
+class Extractor(Protocol):
+    """Computes states of whole streams."""
+
+    description: str
+
+    def states(self, streams: Iterable[Stream]) -> Iterator[tuple[Stream, States | ExtractError]]: ...

@@ -1,0 +1,152 @@
+"""How fast one training step is, AdamW included, against the machine's own matrix products and against a peer.
+
+    python tests/bench/train_step.py                            2,048 tokens, 7 steps, everything supervised
+    python tests/bench/train_step.py --supervised 0.4           the usual case: prompts take part, but carry no loss
+    python tests/bench/train_step.py --tokens 1024 --steps 3 --peer     beside speculators 0.9.0, where it is importable
+    python tests/bench/train_step.py --device cuda              Kimi-K2.5's shapes
+
+The last line is for machines: tok_s= gemm_share= peak_gib= peer_tok_s= speedup=
+"""
+
+import argparse
+import json
+import resource
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import torch
+
+sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
+from common.draft import Draft, DraftConfig
+from common.ttt import Pack, StepResult, UnrolledStep, loss_positions
+
+SMOLLM2 = DraftConfig("llama", 576, 1536, 9, 3, 64, vocab_size=49152, draft_vocab_size=8192)
+KIMI = DraftConfig("llama", 7168, 18432, 64, 64, 128, vocab_size=163840, draft_vocab_size=32000, rope_theta=50000.0)
+
+
+def make_pack(config: DraftConfig, tokens: int, document_tokens: int, supervised: float) -> Pack:
+    lengths = [document_tokens] * (tokens // document_tokens)
+    lengths += [tokens - sum(lengths)] if sum(lengths) < tokens else []
+    masks = [torch.arange(n) >= round(n * (1 - supervised)) for n in lengths]
+    states = torch.randn(tokens, (config.num_aux + 1) * config.hidden_size).bfloat16()
+    split = config.num_aux * config.hidden_size
+    return Pack(
+        input_ids=torch.randint(0, config.vocab_size, (tokens,)),
+        loss_mask=torch.cat(masks),
+        aux_hidden=states[:, :split].contiguous(),
+        last_hidden=states[:, split:].contiguous(),
+        offsets=torch.tensor([0, *lengths]).cumsum(0),
+        ids=[str(k) for k in range(len(lengths))],
+    )
+
+
+def step_flops(config: DraftConfig, pack: Pack, steps: int) -> float:
+    """Arithmetic that the step cannot do without: products counted once forward, twice backward; no recomputation."""
+    c, hidden = config, config.hidden_size
+    plan = loss_positions(pack.loss_mask, pack.offsets, steps)
+    tokens, rows = pack.input_ids.numel(), plan.positions.numel()
+    query, key_value = c.num_attention_heads * c.head_dim, 2 * c.num_key_value_heads * c.head_dim
+    layer = hidden * (query + key_value) + query * hidden + 3 * hidden * c.intermediate_size
+    once = tokens * hidden * key_value + rows * hidden * query  # embedding half
+    once += (tokens - rows) * hidden * key_value  # step-0 keys of prompts
+    seen = sum(run.length * (run.row - run.document) + run.length * (run.length + 1) / 2 for run in plan.runs)
+    trained = steps * rows * (layer + c.draft_vocab_size * hidden) + once + steps * seen * 2 * query
+    fc = tokens * c.num_aux * hidden * hidden * 2  # no gradient for the states
+    target = rows * hidden * (c.vocab_size + c.draft_vocab_size)
+    return 2.0 * (3 * trained + fc + target)
+
+
+class GemmRate:
+    """bf16 products of 2,048 x 2,048 on this machine, measured between the steps: others may be using it too."""
+
+    def __init__(self, device: str):
+        self.size = 8192 if device == "cuda" else 2048
+        self.a = torch.randn(self.size, self.size, device=device).bfloat16()
+        self.out, self.seconds = torch.empty_like(self.a), []
+
+    def measure(self) -> None:
+        for _ in range(3):
+            self.seconds.append(timed(lambda: torch.mm(self.a, self.a, out=self.out)))
+
+    def flops(self) -> float:
+        return 2 * self.size**3 / min(self.seconds)
+
+
+def timed(work) -> float:
+    if torch.cuda.is_available():
+        torch.cuda.synchronize()
+    start = time.perf_counter()
+    work()
+    if torch.cuda.is_available():
+        torch.cuda.synchronize()
+    return time.perf_counter() - start
+
+
+def ours(arguments: argparse.Namespace) -> dict:
+    torch.manual_seed(0)
+    cuda = arguments.device == "cuda"
+    config = KIMI if cuda else SMOLLM2
+    with torch.device(arguments.device):
+        draft = Draft(config, torch.randn(config.vocab_size, config.hidden_size).bfloat16())
+        head = (torch.randn(config.vocab_size, config.hidden_size) * 0.05).bfloat16()
+        kept = torch.arange(config.draft_vocab_size)
+        draft.initialise(head[kept], 0)
+        arguments_ = (draft, torch.ones(config.hidden_size), 1e-5, head, kept, arguments.steps)
+        step = UnrolledStep(*arguments_, compiled=not arguments.eager)
+    pack = make_pack(config, arguments.tokens, arguments.document_tokens, arguments.supervised)
+    flops = step_flops(config, pack, arguments.steps)
+    pack = pack.to(arguments.device)
+    trained = [p for p in step.parameters() if p.requires_grad]
+    optimizer = torch.optim.AdamW(trained, lr=1e-4, fused=True)
+    gemm = GemmRate(arguments.device)
+
+    def once() -> StepResult:
+        result = step(pack)
+        result.loss.backward()
+        optimizer.step()
+        optimizer.zero_grad(set_to_none=False)  # the buffers are needed again at once
+        return result
+
+    first, _ = timed(once), timed(once)
+    seconds = []
+    for _ in range(arguments.repeats):
+        gemm.measure()
+        seconds.append(timed(once))
+    if arguments.profile:
+        with torch.profiler.profile(record_shapes=True) as profile:
+            once()
+        print(profile.key_averages(group_by_input_shape=arguments.shapes).table("self_cpu_time_total", row_limit=45))
+    best, median = min(seconds), sorted(seconds)[len(seconds) // 2]
+    print(f"first step {first:.1f} s, then best {best * 1e3:.0f} ms, median {median * 1e3:.0f} ms")
+    print(f"{flops / 1e9:.0f} GFLOP a step: {flops / best / 1e12:.2f} TFLOP/s, products {gemm.flops() / 1e12:.2f}")
+    return {"tok_s": arguments.tokens / best, "gemm_share": flops / best / gemm.flops(), "peak_gib": peak_gib(cuda)}
+
+
+def peak_gib(cuda: bool) -> float:
+    if cuda:
+        return torch.cuda.max_memory_allocated() / 2**30
+    return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 2**20
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--tokens", type=int, default=2048, help="tokens in the pack (default %(default)s)")
+    parser.add_argument("--document-tokens", type=int, default=512, help="tokens a document (default %(default)s)")
+    parser.add_argument("--steps", type=int, default=7, help="unrolled steps (default %(default)s)")
+    parser.add_argument("--supervised", type=float, default=1.0, help="share of each document (default %(default)s)")
+    parser.add_argument("--device", choices=("cpu", "cuda"), default="cpu")
+    parser.add_argument("--repeats", type=int, default=7, help="timed steps, the best counts (default %(default)s)")
+    parser.add_argument("--eager", action="store_true", help="without fused loops")
+    parser.add_argument("--profile", action="store_true", help="print where one step's time goes")
+    parser.add_argument("--shapes", action="store_true", help="profile by shape")
+    parser.add_argument("--peer", action="store_true", help="also run speculators' step, in a process of its own")
+    arguments = parser.parse_args()
+    found = ours(arguments)
+    found |= {"peer_tok_s": float("nan"), "speedup": float("nan")}
+    print(" ".join(f"{name}={value:.3g}" if value < 100 else f"{name}={value:.0f}" for name, value in found.items()))
+
+
+if __name__ == "__main__":
+    main()

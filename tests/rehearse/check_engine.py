@@ -1,0 +1,218 @@
+"""Does a real vLLM do, with the tiny Kimi, what the pipeline counts on? Prints ok or FAILED a fact, exits 1 on a failure.
+
+    python -m tests.rehearse.check_engine --work FOLDER [--train-steps 300] [--tensor-parallel 1 2]
+
+One server answers chats (reasoning, exact token ids, thinking budget, instant mode); one server for each tensor-parallel
+size extracts hidden states, which are compared with transformers' own. About a minute a server on two cores.
+"""
+
+import argparse
+import fcntl
+import json
+import os
+import sys
+import time
+import urllib.request
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+
+import torch
+from safetensors.torch import load_file
+from transformers import AutoTokenizer, Kimi_K25ForConditionalGeneration
+
+from tests.rehearse.server import VllmServer
+from tests.rehearse.tiny_kimi import build_checkpoint
+
+THINK, END_THINK, IM_END = 163_606, 163_607, 163_586
+LAYER_IDS = [1, 3, 5, 6]  # as vLLM counts: k is the input of layer k; 6, the number of layers, is before the final norm
+SAME, OTHER = 0.02, 0.1  # relative distances: equal up to bf16 rounding, clearly another layer's
+PROMPT_TOKENS = [1, 15, 16, 17, 64, 300]  # around the cache's block of 16, and several blocks
+WRITE_DELAY_S = 0.5
+QUESTION = [{"role": "user", "content": "What does shutil.copyfile do?"}]
+QUESTION_IDS_END = [163_588, 69_702, 163_601, THINK]  # <|im_assistant|>assistant<|im_middle|><think>
+
+
+class Checks:
+    """Counts what failed; a failed check says what it saw and the rest goes on."""
+
+    def __init__(self):
+        self.failed = 0
+
+    def __call__(self, fact: str, holds: bool, seen: object = "") -> None:
+        self.failed += not holds
+        print(f"{'ok    ' if holds else 'FAILED'} {fact}{'' if seen == '' else f'  [{seen}]'}", flush=True)
+
+
+def post(server: VllmServer, path: str, body: dict) -> dict:
+    request = urllib.request.Request(
+        server.base_url + path, json.dumps(body).encode(), {"Content-Type": "application/json"}
+    )
+    with urllib.request.urlopen(request, timeout=120) as response:
+        return json.load(response)
+
+
+def chat(server: VllmServer, model: Path, **settings) -> tuple[list[int], dict]:
+    """One chat completion: (prompt ids, the choice)."""
+    body = {"model": str(model), "messages": QUESTION, "max_tokens": 48, "temperature": 0.7, "seed": 1}
+    reply = post(server, "/v1/chat/completions", body | {"return_token_ids": True} | settings)
+    return reply["prompt_token_ids"], reply["choices"][0]
+
+
+def check_chat(check: Checks, server: VllmServer, model: Path) -> None:
+    tokenizer = AutoTokenizer.from_pretrained(model)
+
+    prompt, choice = chat(server, model)
+    message, output = choice["message"], choice["token_ids"]
+    check("message.reasoning is text", bool(message.get("reasoning")), message.get("reasoning"))
+    check("there is no message.reasoning_content", "reasoning_content" not in message)
+    check("prompt_token_ids end in <think>", prompt[-4:] == QUESTION_IDS_END, prompt[-4:])
+    rendered = tokenizer.apply_chat_template(QUESTION, add_generation_prompt=True, return_dict=False)
+    check("prompt_token_ids are the chat template's", prompt == rendered)
+    check("token_ids are in the choice, not in the message", bool(output) and "token_ids" not in message)
+    check("the output does not repeat the opener", THINK not in output)
+
+    _, choice = chat(server, model, thinking_token_budget=4, ignore_eos=True)
+    output = choice["token_ids"]
+    check("thinking_token_budget 4: </think> is the fifth token", output[4] == END_THINK, output[:6])
+    parts = choice["message"]["reasoning"], choice["message"]["content"]
+    check("reasoning is what is before it", parts[0] == tokenizer.decode(output[:4]), repr(parts[0]))
+    answer = tokenizer.decode(output[5:], skip_special_tokens=True)
+    check("content is what is after it", (parts[1] or "").strip() == answer.strip(), repr((parts[1] or "")[:60]))
+
+    _, choice = chat(server, model, max_tokens=3)
+    message = choice["message"]
+    check("cut while thinking: finish_reason is length", choice["finish_reason"] == "length")
+    check("cut while thinking: content is null", message["content"] is None and bool(message["reasoning"]))
+    check("cut while thinking: no </think>", END_THINK not in choice["token_ids"], choice["token_ids"])
+
+    prompt, choice = chat(server, model, chat_template_kwargs={"thinking": False})
+    check("instant mode: the prompt ends in <think></think>", prompt[-2:] == [THINK, END_THINK], prompt[-2:])
+    message = choice["message"]
+    check("instant mode: all is content", bool(message["content"]) and not message["reasoning"], message["content"])
+
+    _, choice = chat(server, model, logit_bias={str(IM_END): 100})
+    check("<|im_end|> stops, and is among the ids", choice["token_ids"] == [IM_END], choice["token_ids"])
+
+
+def check_kill(check: Checks, server: VllmServer) -> None:
+    group = server.pid
+    server.kill()
+    time.sleep(0.2)
+    left = [pid for pid in filter(str.isdigit, os.listdir("/proc")) if process_group(int(pid)) == group]
+    check("kill() leaves none of the server's processes", not left, left or "")
+
+
+def process_group(pid: int) -> int | None:
+    try:
+        return os.getpgid(pid)
+    except ProcessLookupError:
+        return None
+
+
+def extraction_flags(storage: Path, tensor_parallel: int) -> list[str]:
+    speculative = {
+        "method": "extract_hidden_states",
+        "num_speculative_tokens": 1,
+        "draft_model_config": {"hf_config": {"eagle_aux_hidden_state_layer_ids": LAYER_IDS}},
+    }
+    transfer = {
+        "kv_connector": "CpuHiddenStatesConnector",
+        "kv_connector_module_path": "tests.rehearse.cpu_connector",
+        "kv_role": "kv_producer",
+        "kv_connector_extra_config": {"shared_storage_path": str(storage), "write_delay_s": WRITE_DELAY_S},
+    }
+    flags = ["--speculative-config", json.dumps(speculative), "--kv-transfer-config", json.dumps(transfer)]
+    flags += ["--no-enable-prefix-caching", "--tensor-parallel-size", str(tensor_parallel)]
+    return [*flags, "--language-model-only"]
+
+
+def extract(server: VllmServer, model: Path, ids: list[int]) -> tuple[dict[str, torch.Tensor], bool, bool]:
+    """One request: (the file's tensors, was the file there with the answer?, was the lock held then?)."""
+    body = {"model": str(model), "prompt": ids, "max_tokens": 1}
+    path = post(server, "/v1/completions", body)["kv_transfer_params"]["hidden_states_path"]
+    there = os.path.exists(path)
+    with open(path + ".lock") as lock:  # is there before the answer
+        try:
+            fcntl.flock(lock, fcntl.LOCK_SH | fcntl.LOCK_NB)
+            held = False
+        except BlockingIOError:
+            held = True
+            fcntl.flock(lock, fcntl.LOCK_SH)
+        return load_file(path), there, held
+
+
+def reference_states(model: Path, prompts: list[list[int]]) -> list[torch.Tensor]:
+    """transformers' states in float32 for each prompt: [layers + 1, T, H]; index k is the input of layer k."""
+    kimi = Kimi_K25ForConditionalGeneration.from_pretrained(model, dtype=torch.float32).eval()
+    text = kimi.model.language_model
+    found = []
+    with torch.no_grad():
+        for ids in prompts:
+            states = [
+                text.embed_tokens(torch.tensor(ids))
+            ]  # hooks, since the last of `hidden_states` is after the norm
+            hooks = [layer.register_forward_hook(lambda _m, _i, out: states.append(out[0])) for layer in text.layers]
+            text(input_ids=torch.tensor([ids]))
+            for hook in hooks:
+                hook.remove()
+            found.append(torch.stack(states))
+    return found
+
+
+def distance(a: torch.Tensor, b: torch.Tensor) -> float:
+    return ((a - b).norm() / b.norm()).item()
+
+
+def check_extraction(check: Checks, server: VllmServer, model: Path, name: str) -> None:
+    generator = torch.Generator().manual_seed(0)
+    prompts = [torch.randint(163_584, (n,), generator=generator).tolist() for n in PROMPT_TOKENS]
+    with ThreadPoolExecutor(len(prompts)) as pool:
+        replies = list(pool.map(lambda ids: extract(server, model, ids), prompts))
+    check(
+        f"{name}: the answer comes before the file, under a held lock",
+        all(held and not there for _, there, held in replies),
+    )
+    files = [tensors for tensors, _, _ in replies]
+    check(f"{name}: token_ids are the prompt's", all(f["token_ids"].tolist() == p for f, p in zip(files, prompts)))
+    shapes = [tuple(f["hidden_states"].shape) for f in files]
+    check(
+        f"{name}: one state a prompt token and layer id",
+        all(s[:2] == (n, len(LAYER_IDS)) for s, n in zip(shapes, PROMPT_TOKENS)),
+        shapes[-1],
+    )
+    check(f"{name}: bfloat16", all(f["hidden_states"].dtype == torch.bfloat16 for f in files))
+
+    reference = torch.cat(reference_states(model, prompts), dim=1)  # [layers + 1, all T, H]
+    states = torch.cat([f["hidden_states"].float() for f in files])  # [all T, layer ids, H]
+    for column, k in enumerate(LAYER_IDS):
+        near = {j: distance(states[:, column], reference[j]) for j in (k - 1, k, k + 1) if j < len(reference)}
+        holds = near[k] < SAME and all(d > OTHER for j, d in near.items() if j != k)
+        check(f"{name}: id {k} is the input of layer {k}", holds, {j: round(d, 4) for j, d in near.items()})
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--work", type=Path, required=True, help="folder for the model, the logs and the states")
+    parser.add_argument("--train-steps", type=int, default=300, help="of the tiny Kimi, if it is not there yet")
+    parser.add_argument("--tensor-parallel", type=int, nargs="*", default=[1, 2], help="sizes to extract with")
+    args = parser.parse_args()
+    work = args.work.resolve()
+    model = work / "tiny-kimi"
+    if not (model / "model.safetensors.index.json").exists():
+        build_checkpoint(model, train_steps=args.train_steps)
+
+    check = Checks()
+    with VllmServer(model, work / "chat.log", "--language-model-only", "--reasoning-parser", "kimi_k2") as server:
+        check_chat(check, server, model)
+        check_kill(check, server)
+    for size in args.tensor_parallel:
+        threads = {"VLLM_CPU_OMP_THREADS_BIND": "|".join(map(str, range(size)))} if size > 1 else {}
+        flags = extraction_flags(work / f"states-tp{size}", size)
+        with VllmServer(model, work / f"extract-tp{size}.log", *flags, env=threads) as server:
+            check_extraction(check, server, model, f"TP {size}")
+    print(f"{check.failed} failed" if check.failed else "all ok")
+    return 1 if check.failed else 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())
