@@ -1,56 +1,100 @@
 """Stage 01b: the target answers the questions; its reasoning, its content and its exact token ids are kept.
 
+    python 01b_generate_synthetic.py --config configs/kimi-k2.5.toml --probe
     python 01b_generate_synthetic.py --config configs/kimi-k2.5.toml --n 10000
-    python 01b_generate_synthetic.py --config configs/demo.toml --engine local
+    python 01b_generate_synthetic.py --config configs/demo.toml --n 32
 
 Reads questions (a hub data set or a local file); writes RUN/01_synthetic/part-*.jsonl, one record a line, with
-prompt_ids + output_ids as the truth. Stop it at will: the same command goes on where it stopped.
+prompt_ids + output_ids as the truth, and failures.jsonl with what is missing and why. Stop it at will: the same command
+goes on where it stopped. `--probe` first: it asks one question and says whether the server is ready.
 """
 
 import asyncio
 import os
 from pathlib import Path
 
-from common.config import Settings, load_settings
+from common.command_line import Settings, load_settings
 from common.errors import TooManyFailures, UserError, guarded
-from common.generate import Counts, Generation, plan_units
+from common.generate import Generation
+from common.planning import Planner, input_fingerprint
 from common.progress import say, table
-from common.prompts import read_questions
+from common.prompts import QuestionStream
 from common.protocol import Protocol, load_protocol
-from common.storage import JsonlParts, Manifest, open_stage, stage_lock
+from common.records import FAILURES, Counts, FailureList, Stored
+from common.storage import MANIFEST, JsonlParts, Manifest, check_fingerprint, open_stage, stage_lock
 
 STAGE = "01_synthetic"
+BYTES_A_TOKEN = 12  # of JSONL: the id and the text that it stands for
 
 
 def main() -> int:
-    settings = load_settings(None, __doc__, ("target", "questions", "generate"))
+    switches = {
+        "probe": "ask one question, show what the server sends, say whether it is ready",
+        "print-server-command": "print the command that starts a generation server for this config",
+    }
+    settings = load_settings(None, __doc__, ("target", "questions", "generate"), switches)
+    if settings.flags.print_server_command:
+        return print_server_command(settings)
     os.environ.setdefault("HF_HUB_DISABLE_PROGRESS_BARS", "1")
     folder = settings.run_dir / STAGE
-    protocol = load_protocol(settings.target)
+    touches_nothing = settings.dry_run or settings.flags.probe
+    protocol = load_protocol(settings.target, None if touches_nothing else settings.run_dir)
+    if settings.flags.probe:
+        from common.probe import probe
+
+        return asyncio.run(probe(settings, protocol, make_engine(settings, protocol)))
+    questions = QuestionStream(settings.questions)
     if settings.dry_run:
-        return dry_run(settings, folder)
+        return dry_run(settings, folder, protocol, questions)
 
     with stage_lock(folder.parent / f".{STAGE}"):
-        manifest = open_stage(folder, STAGE, settings.fingerprint(), settings.as_dict(), settings.fresh)
-        records, failures = JsonlParts(folder), JsonlParts(folder, prefix="failures")
-        done_ids = {record["id"] for record in records.read()}
-        show_plan(settings, protocol, folder, len(done_ids), records.torn_bytes)
-
-        counts = Counts()
+        fingerprint = settings.fingerprint() | input_fingerprint(settings.questions, protocol)
+        shown = settings.as_dict()
+        shown["generate"]["api_key"] = "(not stored)"
+        manifest = open_stage(folder, STAGE, fingerprint, shown, settings.fresh)
+        manifest.complete = False
+        manifest.save(folder)
+        counts, records, failures = Counts(), JsonlParts(folder), FailureList(folder)
+        stored = Stored(records.paths(), counts, protocol)
+        show_plan(settings, protocol, questions, folder, len(stored), records.torn_bytes)
+        planner = make_planner(settings, questions, protocol, stored, counts, failures)
         try:
-            asyncio.run(generate(settings, protocol, records, failures, counts, done_ids))
+            asyncio.run(generate(settings, protocol, planner, records, stored, failures))
+            manifest.complete = planner.finished and not too_many_failed(settings, counts)
         finally:
-            save_manifest(manifest, folder, records, failures, counts)
-    return summary(settings, folder, manifest, counts)
-
-
-async def generate(settings, protocol, records, failures, counts, done_ids) -> None:
-    units = plan_units(read_questions(settings.questions), settings.generate, settings.n, counts, failures)
-    async with make_engine(settings, protocol) as engine:
-        say(f"  engine: {engine.model} · {engine.version} · {engine.concurrency} requests in flight")
-        await Generation(engine, protocol, settings.generate, records, failures, counts, done_ids).run(
-            units, settings.n
+            records.close()
+            failures.close()
+            save_manifest(manifest, folder, records, counts)
+            summary(folder, settings, counts)
+    if not counts.done and not counts.failed:
+        raise UserError(f"no question of {settings.questions.dataset} can be asked: {listed(counts.skipped)}")
+    if too_many_failed(settings, counts):
+        raise TooManyFailures(
+            f"{counts.failed} of {counts.planned} samples failed, see {folder / FAILURES}; rerun to ask for them again"
         )
+    return 0
+
+
+async def generate(settings: Settings, protocol: Protocol, planner: Planner, records, stored, failures) -> None:
+    async with make_engine(settings, protocol) as engine:
+        say(f"  engine    {engine.model} · {engine.version} · {engine.concurrency} requests in flight")
+        run = Generation(engine, protocol, settings.generate, planner, records, stored, failures, planner.counts)
+        await run.run(wanted_at_most(settings, planner.questions))
+
+
+def print_server_command(settings: Settings) -> int:
+    from urllib.parse import urlsplit
+
+    from common.serving import generation_command
+
+    port = urlsplit(settings.generate.base_urls[0]).port or 8000
+    say(generation_command(settings.target, port, settings.generate.context_tokens))
+    return 0
+
+
+def make_planner(settings: Settings, questions, protocol, stored, counts, failures) -> Planner:
+    takes_ids = settings.generate.engine == "local"
+    return Planner(questions, settings.generate, protocol, takes_ids, settings.n, stored, counts, failures)
 
 
 def make_engine(settings: Settings, protocol: Protocol):
@@ -63,90 +107,113 @@ def make_engine(settings: Settings, protocol: Protocol):
     return OpenAIServers(settings.generate, protocol)
 
 
-def show_plan(settings: Settings, protocol: Protocol, folder: Path, done: int, torn_bytes: int) -> None:
+def wanted_at_most(settings: Settings, questions: QuestionStream) -> int | None:
+    """Samples that can come of the rows, or None where that is not known before they are read."""
+    known = questions.rows is not None and settings.questions.turns == "first"
+    rows = questions.rows * settings.generate.repeats if known else None
+    return min((count for count in (rows, settings.n) if count is not None), default=None)
+
+
+def show_plan(settings: Settings, protocol: Protocol, questions: QuestionStream, folder: Path, there: int, torn: int):
     g = settings.generate
     say(f"01b generate: {settings.questions.dataset} -> {folder}")
     rows = [
         ("target", settings.target.model),
         ("protocol", f"open {protocol.think_open}, close {protocol.think_close}, end {protocol.end}"),
-        ("samples", f"{settings.n or 'all'} wanted, {done} there already"),
-        ("sampling", f"temperature {g.temperature:g}, top_p {g.top_p:g}, at most {g.max_tokens} tokens"),
-        (
-            "thinking",
-            f"{'on' if g.thinking else 'off'}" + f", budget {g.thinking_budget} tokens" * bool(g.thinking_budget),
-        ),
+        ("rows", f"{questions.rows:,}" if questions.rows is not None else "a stream"),
+        ("samples", f"{settings.n or 'all'} wanted, {there} there already"),
+        ("sampling", f"temperature {g.temperature:g}, top_p {g.top_p:g}, at most {g.max_tokens} tokens, seed {g.seed}"),
+        ("thinking", "off" if not g.thinking else f"on, budget {g.thinking_budget or 'none'}"),
     ]
-    if torn_bytes:
-        rows.append(("repaired", f"a torn last line of {torn_bytes} bytes was cut off"))
+    if torn:
+        rows.append(("repaired", f"a torn last line of {torn} bytes was cut off"))
     table(rows)
 
 
-def dry_run(settings: Settings, folder: Path) -> int:
+def dry_run(settings: Settings, folder: Path, protocol: Protocol, questions: QuestionStream) -> int:
     """Count what would be asked, and what is there already; touches nothing."""
-    counts = Counts()
-    units = list(plan_units(read_questions(settings.questions), settings.generate, settings.n, counts, None))
-    ids = {id for unit in units for id in unit.ids}
-    there = set()
-    for path in sorted(folder.glob("part-*.jsonl")):
-        from common.storage import read_jsonl
-
-        there |= {record["id"] for record in read_jsonl(path)}
+    counts, g, paths = Counts(), settings.generate, []
+    if (folder / MANIFEST).exists() and not settings.fresh:
+        fingerprint = settings.fingerprint() | input_fingerprint(settings.questions, protocol)
+        check_fingerprint(folder, Manifest.load(folder, STAGE).fingerprint, fingerprint)
+        paths = sorted(folder.glob("part-*.jsonl"))
+    stored = Stored(paths, counts, protocol)
+    planner = make_planner(settings, questions, protocol, stored, counts, None)
+    missing = sum(sum(id not in stored for id in unit.ids) for unit in planner)
     say(f"01b dry run: {settings.questions.dataset} -> {folder} (nothing is written)")
-    most = settings.generate.max_tokens
+    most = missing * g.max_tokens
+    lanes = g.batch_size if g.engine == "local" else g.concurrency
+    mean_s = sum(counts.seconds) / len(counts.seconds) if counts.seconds else None
+    mean = counts.output_tokens / counts.done if counts.done else None
+    likely = f"; about {missing * mean:,.0f} at the mean so far" if mean else ""
     table(
         [
-            ("samples", f"{len(ids)} wanted, {len(ids & there)} there already, {len(ids - there)} to generate"),
-            ("skipped rows", ", ".join(f"{reason} {count}" for reason, count in counts.skipped.items()) or "none"),
-            ("tokens", f"at most {len(ids - there) * most:,} ({most:,} a reply)"),
-            ("disk", f"at most {len(ids - there) * most * 12 / 2**30:.2f} GiB of JSONL (about 12 bytes a token)"),
+            ("samples", f"{counts.planned} wanted, {counts.planned - missing} there already, {missing} to generate"),
+            ("skipped rows", listed(counts.skipped)),
+            ("tokens", f"at most {most:,} ({g.max_tokens:,} a reply){likely}"),
+            ("disk", f"at most {most * BYTES_A_TOKEN / 2**30:.2f} GiB of JSONL ({BYTES_A_TOKEN} bytes a token)"),
+            ("time", f"about {missing * mean_s / lanes / 60:.1f} min" if mean_s else "known after the first samples"),
         ]
     )
     return 0
 
 
-def save_manifest(manifest: Manifest, folder: Path, records: JsonlParts, failures: JsonlParts, counts: Counts) -> None:
-    manifest.files = {}
-    for path in records.paths():
-        manifest.add_file(folder, path.name)
+def too_many_failed(settings: Settings, counts: Counts) -> bool:
+    return counts.failed > settings.generate.max_failed_share * counts.planned
+
+
+def save_manifest(manifest: Manifest, folder: Path, records: JsonlParts, counts: Counts) -> None:
+    before, manifest.files = manifest.files, {}
+    *full, last = records.paths() or [None]
+    for path in full:  # a full part never changes again: its hash is known
+        if path.name in before and before[path.name]["bytes"] == path.stat().st_size:
+            manifest.files[path.name] = before[path.name]
+        else:
+            manifest.add_file(folder, path.name)
+    if last is not None:
+        manifest.add_file(folder, last.name)
     manifest.counts = counts.as_dict()
-    manifest.complete = counts.done > 0 or bool(manifest.files)
     manifest.save(folder)
 
 
-def summary(settings: Settings, folder: Path, manifest: Manifest, counts: Counts) -> int:
-    if not counts.done and not counts.failed and not manifest.files:
-        raise UserError(f"no question of {settings.questions.dataset} can be asked: {dict(counts.skipped)}")
-    lengths, seconds = sorted(counts.lengths), sorted(counts.seconds)
-    say(f"01b done: {counts.done} new samples in {folder}")
-    rows = [
-        ("failed", str(counts.failed)),
-        ("skipped", ", ".join(f"{k} {v}" for k, v in counts.skipped.items()) or "none"),
-    ]
-    if lengths:
+def summary(folder: Path, settings: Settings, counts: Counts) -> None:
+    say(f"01b: {counts.new} new samples, {counts.done} in all, in {folder}")
+    rows = [("failed", str(counts.failed)), ("skipped", listed(counts.skipped))]
+    if counts.done:
         rows += [
+            ("output tokens", f"{counts.output_tokens:,}, mean {counts.output_tokens / counts.done:.0f}"),
+            ("  a reply", percentiles(counts.lengths, "")),
+            ("seconds", percentiles(counts.seconds, ".1f")),
+            ("finish", listed(counts.finish_reasons)),
+            ("reasoning", f"{share(counts.with_reasoning, counts.done)}; field: {listed(counts.reasoning_fields)}"),
+            ("  ended inside", f"{counts.open_reasoning} replies stopped without a closing token"),
             (
-                "output tokens",
-                f"{counts.output_tokens:,}; p10 {at(lengths, 10)}, p50 {at(lengths, 50)}, p90 {at(lengths, 90)}",
+                "tool calls",
+                f"{counts.tool_calls} samples, {counts.tool_calls_in_reasoning} of them inside the reasoning",
             ),
-            ("seconds", f"p50 {at(seconds, 50):.1f}, p90 {at(seconds, 90):.1f}"),
-            (
-                "reasoning",
-                f"{counts.with_reasoning / counts.done:.1%} of samples, from {dict(counts.reasoning_fields)}",
-            ),
-            ("finish", str(dict(counts.finish_reasons))),
-            ("ids", f"{dict(counts.ids_from)}; rebuilt from text differ in {counts.mismatched} of {counts.compared}"),
+            ("ids", listed(counts.ids_from)),
+            ("  rebuilt", f"{share(counts.mismatched, counts.compared)} differ from the server's ids"),
         ]
+    if counts.other_prompt:
+        rows.append(("WARNING", f"{counts.other_prompt} prompts have other tokens than our template makes"))
+    silent = 1 - counts.with_reasoning / counts.done if settings.generate.thinking and counts.done else 0.0
+    if silent > settings.generate.max_silent_share and settings.target.think_open:
+        rows.append(("WARNING", f"{silent:.0%} of the samples carry no reasoning"))
     table(rows)
-    asked = counts.done + counts.failed
-    if counts.failed > settings.generate.max_failed_share * asked:
-        raise TooManyFailures(
-            f"{counts.failed} of {asked} samples failed, see {folder}/failures-00000.jsonl; rerun to retry"
-        )
-    return 0
 
 
-def at(values: list, percent: int):
-    return values[min(len(values) - 1, len(values) * percent // 100)]
+def listed(counter: dict) -> str:
+    return ", ".join(f"{name} {count}" for name, count in sorted(counter.items(), key=lambda item: -item[1])) or "none"
+
+
+def share(part: int, whole: int) -> str:
+    return f"{part} of {whole}{f' ({part / whole:.1%})' if whole else ''}"
+
+
+def percentiles(values, form: str) -> str:
+    values = sorted(values)
+    picked = ((p, values[min(len(values) - 1, len(values) * p // 100)]) for p in (10, 50, 90, 99))
+    return ", ".join(f"p{p} {value:{form}}" for p, value in picked)
 
 
 if __name__ == "__main__":

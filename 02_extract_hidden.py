@@ -11,11 +11,11 @@ choices as stored; a run whose states do not predict the target's own tokens sto
 import os
 from pathlib import Path
 
-from common.config import Settings, load_settings
+from common.command_line import Settings, load_settings
 from common.errors import TooManyFailures, UserError, guarded
 from common.progress import say, table
 from common.protocol import load_protocol
-from common.storage import JsonlParts, Manifest, check_free_space, digest, open_stage, stage_lock
+from common.storage import JsonlParts, Manifest, check_free_space, open_stage, stage_lock
 from common.streams import StreamReader
 from common.target import TargetSizes, read_sizes, read_tensors, target_digest
 
@@ -23,14 +23,19 @@ STAGE, INPUT = "02_hidden", "01_synthetic"
 
 
 def main() -> int:
-    switches = {"verify": "re-read and check all shards; damaged ones are extracted again"}
+    switches = {
+        "verify": "re-read and check all shards; damaged ones are extracted again",
+        "print-server-command": "print the command that starts an extraction server for this config",
+    }
     settings = load_settings(None, __doc__, ("target", "extract"), switches)
     os.environ.setdefault("HF_HUB_DISABLE_PROGRESS_BARS", "1")
     folder, source = settings.run_dir / STAGE, settings.run_dir / INPUT
-    records = Manifest.load(source, INPUT)
-    check_input(records, source)
     sizes = read_sizes(settings.target)
     aux_layers = sizes.aux_layers(settings.extract.aux_layers)
+    if settings.flags.print_server_command:
+        return print_server_command(settings, aux_layers, sizes.layers)
+    records = Manifest.load(source, INPUT)
+    check_input(records, source)
     reader = StreamReader(
         source, load_protocol(settings.target), sizes.vocab_size, settings.extract.max_tokens_per_sample
     )
@@ -42,12 +47,13 @@ def main() -> int:
     from common.onpolicy import OnPolicyCheck
     from common.shards import Shard, ShardKind
 
-    kind = ShardKind(settings.target.model, target_digest(settings.target), sizes.hidden_size, aux_layers)
+    digest = target_digest(settings.target)
+    kind = ShardKind(settings.target.model, digest, sizes.hidden_size, aux_layers, settings.extract.store_dtype)
     if settings.dry_run:
         return show_plan(settings, sizes, kind, places, reader, there=known_ids(folder, Shard))
     with stage_lock(folder.parent / f".{STAGE}"):
-        fingerprint = settings.fingerprint() | {"aux_layers": list(aux_layers), "target_digest": kind.target_digest}
-        fingerprint |= {"input": digest(records.fingerprint)}
+        fingerprint = records.fingerprint | settings.fingerprint()
+        fingerprint |= {"aux_layers": list(aux_layers), "target_digest": kind.target_digest}
         manifest = open_stage(folder, STAGE, fingerprint, settings.as_dict(), settings.fresh)
         discard_damaged(manifest, folder, hashes=settings.flags.verify)
         there = known_ids(folder, Shard, manifest)
@@ -58,27 +64,50 @@ def main() -> int:
         tensors = read_tensors(settings.target, "norm", "lm_head")
         check = OnPolicyCheck(tensors["norm"], tensors["lm_head"], sizes.eps, settings.extract)
         failures = JsonlParts(folder, prefix="failures")
+        noted = {failure["id"] for failure in failures.read()}
         for reject in reader.rejects:
-            failures.append(reject)
+            if reject["id"] not in noted:
+                failures.append(reject)
         plans = plan_shards(todo, kind, settings.extract.shard_gib, next_index(manifest))
         run = Extraction(folder, reader, None, kind, settings.extract, check, manifest, failures)
         if plans:
-            run.extractor = make_extractor(settings, aux_layers)
+            run.extractor = make_extractor(settings, aux_layers, sizes)
+            run.extractor.probe(next(reader.load(iter(todo))))
             say(f"  extractor: {run.extractor.description}")
             run.run(plans)
         return finish(settings, folder, manifest, run, reader, len(todo))
 
 
-def make_extractor(settings: Settings, aux_layers: tuple[int, ...]):
+def make_extractor(settings: Settings, aux_layers: tuple[int, ...], sizes: TargetSizes):
     if settings.extract.extractor == "local":
         from common.extractors.local import LocalExtractor
 
         return LocalExtractor(settings.target, settings.extract, aux_layers)
-    raise UserError("extract.extractor 'vllm' is not built yet; use --extractor local")
+    from common.extractors.vllm_server import VllmExtractor
+
+    return VllmExtractor(settings.target, settings.extract, aux_layers, sizes)
+
+
+def print_server_command(settings: Settings, aux_layers: tuple[int, ...], layers: int) -> int:
+    """The command for each extraction server, and what must be equal on both sides."""
+    from urllib.parse import urlsplit
+
+    from common.serving import extraction_command
+
+    for url in settings.extract.extract_urls:
+        say(extraction_command(settings.target, settings.extract, urlsplit(url).port or 80, aux_layers, layers))
+    say(
+        "\n# Equal on both sides, and asserted at start-up: the model; the layer ids (the inputs of the aux layers, and"
+    )
+    say(f"# {layers} for the state behind the last); the spool folder {settings.extract.spool}, which both must see.")
+    return 0
 
 
 def check_input(records: Manifest, source: Path) -> None:
     bad = records.verify(source)
+    strays = {path.name for path in source.glob("part-*.jsonl")} - records.files.keys()
+    if strays:  # killed before it could name them, or still running
+        raise UserError(f"{source}/{min(strays)} is in no manifest: 01b did not finish; rerun it")
     if bad:
         raise UserError(f"{source}/{bad[0]} is not what 01b wrote (size or SHA-256 differs); rerun 01b to repair it")
 
@@ -136,7 +165,12 @@ def finish(settings: Settings, folder: Path, manifest: Manifest, run, reader: St
     sequences = sum(facts["sequences"] for facts in manifest.files.values())
     tokens = sum(facts["tokens"] for facts in manifest.files.values())
     on_policy = run.check.total
-    manifest.counts = {"sequences": sequences, "tokens": tokens, "failed": run.failed, "dropped": dict(reader.rejected)}
+    manifest.counts |= {
+        "sequences": sequences,
+        "tokens": tokens,
+        "failed": run.failed,
+        "dropped": dict(reader.rejected),
+    }
     if on_policy.positions:
         manifest.counts["nll"] = on_policy.nll / on_policy.positions
         manifest.counts["top1"] = on_policy.top1 / on_policy.positions

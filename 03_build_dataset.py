@@ -7,8 +7,9 @@ Reads RUN/02_hidden; writes RUN/03_dataset. No state is copied: the index says w
 """
 
 import os
+from pathlib import Path
 
-from common.config import Settings, load_settings
+from common.command_line import Settings, load_settings
 from common.errors import UserError, guarded
 from common.progress import Progress, say, table
 from common.protocol import Protocol, load_protocol
@@ -19,7 +20,8 @@ STAGE, INPUT = "03_dataset", "02_hidden"
 
 
 def main() -> int:
-    settings = load_settings(None, __doc__, ("target", "dataset"))
+    switches = {"inspect=ID": "print a sample with its loss mask, and build nothing"}
+    settings = load_settings(None, __doc__, ("target", "dataset"), switches)
     os.environ.setdefault("HF_HUB_DISABLE_PROGRESS_BARS", "1")
     folder, source = settings.run_dir / STAGE, settings.run_dir / INPUT
     shards = Manifest.load(source, INPUT)
@@ -31,6 +33,8 @@ def main() -> int:
             source, {"target.model": shards.settings["target"]["model"]}, {"target.model": settings.target.model}
         )
     protocol = load_protocol(settings.target)
+    if settings.flags.inspect:
+        return inspect(settings.flags.inspect, shards, source, protocol)
     sizes = read_sizes(settings.target)
 
     import torch
@@ -67,7 +71,8 @@ def main() -> int:
     kept = choose_tokens(builder.counts, settings.dataset.draft_vocab_size, always)
     d2t, t2d = mappings(kept, sizes.vocab_size)
     with stage_lock(folder.parent / f".{STAGE}"):
-        fingerprint = settings.fingerprint() | {"input": digest([shards.fingerprint, sorted(shards.files)])}
+        fingerprint = shards.fingerprint | settings.fingerprint()
+        fingerprint["shards"] = digest({name: facts["sha256"] for name, facts in shards.files.items()})
         manifest = rebuild(folder, fingerprint, settings)
         index.save(folder / "index.safetensors")
         with atomic_path(folder / "vocab.safetensors") as temporary:
@@ -116,6 +121,21 @@ def main() -> int:
     if not held_out:
         say("  note: no sample is held out, so acceptance cannot be measured; raise dataset.holdout_share")
     return 0
+
+
+def inspect(id: str, shards: Manifest, source: Path, protocol: Protocol) -> int:
+    """Show the sample whose id begins with `id`."""
+    from common.preview import show_sample
+    from common.shards import Shard
+
+    for name in sorted(shards.files):
+        shard = Shard(source / name)
+        for number, facts in enumerate(shard.facts):
+            if facts["id"].startswith(id):
+                ids, mask, _ = shard.sequence(number)
+                show_sample(facts["id"], ids, mask, protocol)
+                return 0
+    raise UserError(f"no sample {id!r} in {source}; ids stand in RUN/01_synthetic/part-*.jsonl")
 
 
 def rebuild(folder, fingerprint: dict, settings: Settings) -> Manifest:

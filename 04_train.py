@@ -13,10 +13,10 @@ import os
 import time
 from pathlib import Path
 
-from common.config import Settings, load_settings
+from common.command_line import Settings, load_settings
 from common.errors import UserError, guarded
 from common.progress import Progress, say, table
-from common.storage import Manifest, digest, open_stage, stage_lock
+from common.storage import Manifest, open_stage, stage_lock
 
 STAGE, INPUT, STATES = "04_draft", "03_dataset", "02_hidden"
 
@@ -27,8 +27,8 @@ def main() -> None:
     folder, source = settings.run_dir / STAGE, settings.run_dir / INPUT
     dataset = Manifest.load(source, INPUT)
     bad = dataset.verify(source)
-    if bad:
-        raise UserError(f"{source}/{bad[0]} is not what 03 wrote; rerun 03")
+    if bad or not dataset.complete:
+        raise UserError(f"{source}{f'/{bad[0]} is not what 03 wrote' if bad else ' is not complete'}; rerun 03")
 
     from common.training import start_ranks
     from common.training_run import TrainingRun
@@ -41,8 +41,11 @@ def main() -> None:
     if settings.dry_run:
         return
     with stage_lock(settings.run_dir / f".{STAGE}-{ranks.rank}"):
-        fingerprint = settings.fingerprint() | {"input": digest(dataset.fingerprint)}
-        manifest = open_stage(folder, STAGE, fingerprint, settings.as_dict(), settings.fresh)
+        fingerprint = dataset.fingerprint | settings.fingerprint()
+        manifest = None
+        if ranks.first:
+            manifest = open_stage(folder, STAGE, fingerprint, settings.as_dict(), settings.fresh)
+        ranks.wait()  # until the folder is the one that all of them shall read
         run.open(folder)
         if run.step < run.total_steps:
             train(run)
@@ -89,11 +92,10 @@ def train(run) -> None:
 
 def finish(run, folder: Path, manifest: Manifest, settings: Settings) -> None:
     """Export the best checkpoint, write the report and the manifest, print the summary."""
-    from common.report import write_report
-
     from common.evaluation import evaluate, sample_views
     from common.export import describe, export
     from common.protocol import load_protocol
+    from common.report import write_report
 
     chosen = run.load_best()
     export(folder / "export", run.draft, run.d2t, run.t2d, run.aux_layers, run.text)

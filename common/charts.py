@@ -6,7 +6,6 @@ dark and print. Values may be None or NaN anywhere: such points are left out; a 
 """
 
 import math
-import re
 from collections.abc import Callable
 from dataclasses import dataclass
 from html import escape
@@ -54,8 +53,14 @@ def plain(value, digits: int = 3) -> str:
     if isinstance(value, int) or abs(value) >= 10 ** (digits - 1):
         return f"{value:,.0f}"
     if 0 < abs(value) < 1e-3:
-        return re.sub(r"\.?0*e([-+])0*", r"e\1", f"{value:.{digits - 1}e}")
+        return science(value, digits)
     return f"{value:.{digits}g}"
+
+
+def science(value: float, digits: int = 3) -> str:
+    """1e-3 rather than 1.00e-03."""
+    mantissa, exponent = f"{value:.{digits - 1}e}".split("e")
+    return f"{mantissa.rstrip('0').rstrip('.')}e{int(exponent)}" if value else "0"
 
 
 def fixed(value, decimals: int = 2) -> str:
@@ -65,7 +70,7 @@ def fixed(value, decimals: int = 2) -> str:
 
 def percent(value, decimals: int = 0) -> str:
     """A share 0..1 as percent; a dash for None and NaN."""
-    return "–" if number(value) is None else f"{100 * value:.{decimals}f} %"
+    return "–" if number(value) is None else f"{100 * value:.{decimals}f}%"
 
 
 def ticks(low: float, high: float, count: int, whole: bool = False) -> list[float]:
@@ -81,11 +86,13 @@ def ticks(low: float, high: float, count: int, whole: bool = False) -> list[floa
     return [round(i * step, 12) for i in range(first, last + 1)]
 
 
-def tick_texts(values: list[float]) -> list[str]:
-    """Tick labels with as many decimals as the step between them needs."""
+def tick_texts(values: list[float], shares: bool = False) -> list[str]:
+    """Tick labels with as many decimals as the step between them needs; `shares` 0..1 as percent."""
+    if shares:
+        return [f"{text}%" for text in tick_texts([100 * value for value in values])]
     step = values[1] - values[0]
-    if step < 5e-4:
-        return [plain(v) if v else "0" for v in values]
+    if step < 5e-4 and max(map(abs, values)) < 0.01:
+        return [science(v) for v in values]
     decimals = max(0, -math.floor(math.log10(step) + 1e-9))
     return [f"{v:,.{decimals}f}" for v in values]
 
@@ -164,14 +171,14 @@ def line_chart(
     x_label: str,
     y_label: str,
     show: Callable[[float], str] = plain,
-    axis: Callable[[float], str] | None = None,
+    shares: bool = False,
     low: float | None = None,
     mark: tuple[float, str] | None = None,
     width: int = WIDE,
     height: int = 280,
 ) -> str:
     """Lines over a whole-numbered x. `low`: where y starts (None: near the lowest point). `show` writes a value in the
-    hover text, `axis` on the axis. `mark`: (x, text) of a vertical line."""
+    hover text; `shares` 0..1 get an axis in percent. `mark`: (x, text) of a vertical line."""
     series = [Series(s.name, clean(s.points), s.colour, s.faint, s.dashed, s.dots) for s in series]
     every = [point for s in series for point in s.points]
     if not every:
@@ -182,7 +189,7 @@ def line_chart(
     y_ticks = ticks(min(ys) if low is None else low, max(ys), 5)
     x_range = (x_ticks[0], max(xs) + room)
     frame = Frame(width, height, x_range, (y_ticks[0], y_ticks[-1]))
-    y_texts = [axis(v) for v in y_ticks] if axis else tick_texts(y_ticks)
+    y_texts = tick_texts(y_ticks, shares)
     shown = [(v, t) for v, t in zip(x_ticks, tick_texts(x_ticks), strict=True) if v <= x_range[1]]
     body = [frame.axes(shown, list(zip(y_ticks, y_texts, strict=True)), x_label, y_label)]
     if mark and number(mark[0]) is not None and x_range[0] <= mark[0] <= x_range[1]:
@@ -229,19 +236,19 @@ def column_chart(
     x_label: str,
     y_label: str,
     show: Callable[[float], str] = fixed,
-    axis: Callable[[float], str] | None = None,
+    shares: bool = False,
     low: float = 0,
     high: float | None = None,
     width: int = WIDE,
     height: int = 240,
 ) -> str:
-    """Grouped columns that rise from `low`, each with its value on top."""
+    """Grouped columns that rise from `low` to at most `high` (None: the highest), each with its value on top."""
     values = [v for column in columns for _, v, _ in column.bars if number(v) is not None]
     if not values:
         return empty(y_label)
     y_ticks = ticks(low, max([*values, low] if high is None else [high]), 4)
     frame = Frame(width, height, (0, len(columns)), (y_ticks[0], y_ticks[-1]))
-    y_texts = [axis(v) for v in y_ticks] if axis else tick_texts(y_ticks)
+    y_texts = tick_texts(y_ticks, shares)
     labels = [(i + 0.5, column.label) for i, column in enumerate(columns)]
     body = [frame.axes(labels, list(zip(y_ticks, y_texts, strict=True)), x_label, y_label)]
     slot = (frame.right - LEFT) / len(columns)
@@ -259,11 +266,11 @@ def column_chart(
 
 
 def histogram(values: list, x_label: str, y_label: str, width: int = WIDE, height: int = 220) -> str:
-    """How many of the whole numbers `values` fall into each of about 40 equal bins from 0."""
+    """How many of the whole numbers `values` fall into each of at most 60 equal bins from 0."""
     values = [v for v in values if number(v) is not None and v >= 0]
     if not values:
         return empty(y_label)
-    edges = ticks(0, max(values) + 1, 40, whole=True)
+    edges = ticks(0, max(values) + 1, 60, whole=True)
     size = edges[1]
     counts = [0] * (len(edges) - 1)
     for value in values:

@@ -57,9 +57,10 @@ def load_checkpoint(path: Path, module: nn.Module, optimizer: torch.optim.Optimi
             raise UserError(f"{path / name} is damaged or missing; delete {path} to go on from the one before")
     tensors = load_file(path / "model.safetensors")
     parameters = {name: p for name, p in module.named_parameters() if p.requires_grad}
-    if tensors.keys() != parameters.keys():
-        odd = sorted(tensors.keys() ^ parameters.keys())
-        raise UserError(f"{path} is of another draft: {', '.join(odd[:4])} stand on one side only")
+    stored, wanted = ({name: tuple(t.shape) for name, t in side.items()} for side in (tensors, parameters))
+    if stored != wanted:
+        odd = sorted(name for name in stored.keys() | wanted.keys() if stored.get(name) != wanted.get(name))
+        raise UserError(f"{path} is of another draft: {', '.join(odd[:4])} differ")
     with torch.no_grad():
         for name, parameter in parameters.items():
             parameter.copy_(tensors[name])
@@ -68,7 +69,7 @@ def load_checkpoint(path: Path, module: nn.Module, optimizer: torch.optim.Optimi
         for name, parameter in parameters.items():
             found = {key.rsplit("/", 1)[1]: value for key, value in moments.items() if key.rsplit("/", 1)[0] == name}
             if found:
-                step = found.pop("step")
+                step = found.pop("step").to(parameter.device)  # where the fused AdamW wants it
                 moved = {key: value.to(parameter.device, parameter.dtype) for key, value in found.items()}
                 optimizer.state[parameter] = {"step": step, **moved}
     return state
@@ -80,7 +81,7 @@ def checkpoints(folder: Path) -> list[Path]:
 
 
 def prune(folder: Path, keep_last: int, keep: Path | None) -> None:
-    """Delete all but the last `keep_last` checkpoints and `keep`."""
-    for path in checkpoints(folder)[: -keep_last or None]:
+    """Delete all but the last `keep_last` checkpoints (one at least, to go on from) and `keep`."""
+    for path in checkpoints(folder)[: -max(1, keep_last)]:
         if path != keep:
             shutil.rmtree(path)

@@ -18,6 +18,7 @@ from safetensors.torch import load_file, save_file
 from torch import Tensor
 
 from common.config import Dataset
+from common.errors import UserError
 from common.shards import Shard
 from common.storage import atomic_path
 
@@ -79,7 +80,10 @@ class IndexBuilder:
         self.dropped: Counter = Counter()
         self.rows: list[tuple[int, ...]] = []
         self.names: list[str] = []
-        self.pattern = re.compile(settings.source_pattern) if settings.source_pattern else None
+        try:
+            self.pattern = re.compile(settings.source_pattern) if settings.source_pattern else None
+        except re.error as error:
+            raise UserError(f"dataset.source_pattern {settings.source_pattern!r} is no regex: {error}") from None
 
     def add(self, name: str, shard: Shard) -> None:
         """Index one shard's usable sequences."""
@@ -87,26 +91,26 @@ class IndexBuilder:
         mask = shard.read("loss_mask", 0, total).bool()
         ids = shard.read("input_ids", 0, total)
         written = torch.cat([torch.zeros(1, dtype=torch.int64), mask.cumsum(0)])
-        supervised = written[shard.offsets].diff().tolist()
-        for number, (facts, count) in enumerate(zip(shard.facts, supervised, strict=True)):
-            start, stop = shard.offsets[number], shard.offsets[number + 1]
-            reason = self._drop_reason(facts, stop - start, count)
+        for number, facts in enumerate(shard.facts):
+            start, whole = shard.offsets[number], shard.offsets[number + 1] - shard.offsets[number]
+            length = min(whole, self.settings.pack_tokens)
+            count = int(written[start + length] - written[start])  # behind the cut nothing is trained on
+            reason = self._drop_reason(facts, whole, count)
             if reason:
                 self.dropped[reason] += 1
                 continue
             split = HELD_OUT if held_out(facts["question"], self.settings) else TRAIN
-            self.rows.append(
-                (len(self.names), number, start, min(stop - start, self.settings.pack_tokens), count, split)
-            )
+            self.rows.append((len(self.names), number, start, length, count, split))
             if split == TRAIN:
-                span = slice(start, stop)
+                span = slice(start, start + length)
                 self.counts += torch.bincount(ids[span][mask[span]], minlength=len(self.counts))
         self.names.append(name)
 
     def _drop_reason(self, facts: dict, length: int, supervised: int) -> str | None:
         s = self.settings
-        if supervised < s.min_supervised:
-            return f"fewer than {s.min_supervised} tokens written by the target"
+        least = max(2, s.min_supervised)  # of a single one, the draft would have to propose what follows the end
+        if supervised < least:
+            return f"fewer than {least} tokens written by the target"
         if s.max_tokens and length > s.max_tokens:
             return f"longer than {s.max_tokens} tokens"
         if s.drop_cut and facts["finish"] == "length":

@@ -10,7 +10,7 @@ import sys
 import time
 from pathlib import Path
 
-from common.config import load_settings
+from common.command_line import load_settings
 from common.errors import UserError, guarded
 from common.progress import say
 from common.storage import Manifest

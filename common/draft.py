@@ -13,7 +13,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor, nn
 
-from common.kernels import Weight, rms_norm, rotate, swiglu
+from common.kernels import Weight, both, rms_norm, rotate, swiglu
 
 
 @dataclass(frozen=True)
@@ -97,6 +97,10 @@ class RMSNorm(nn.Module):
         self.eps = eps
 
     def forward(self, x: Tensor) -> Tensor:
+        return rms_norm(x, self.weight, self.eps)[0]
+
+    def beside(self, x: Tensor) -> tuple[Tensor, Tensor]:
+        """normed x, and x for the residual that goes past the norm"""
         return rms_norm(x, self.weight, self.eps)
 
 
@@ -188,8 +192,8 @@ class MlaAttention(nn.Module):
     def keys_values(self, x: Tensor, cos: Tensor, sin: Tensor, weights: dict[str, Weight]) -> tuple[Tensor, Tensor]:
         """x [n, Nkv] -> [n, h, d], [n, h, dv]"""
         latent, turned = x.split([self.latent, self.rotary_width], 1)
-        both = weights["kv_b_proj"](self.kv_a_layernorm(latent.contiguous())).unflatten(1, (self.heads, -1))
-        plain, values = both.split([self.nope, self.value_width], -1)
+        raised = weights["kv_b_proj"](self.kv_a_layernorm(latent.contiguous())).unflatten(1, (self.heads, -1))
+        plain, values = raised.split([self.nope, self.value_width], -1)
         turned = rotate(turned.unsqueeze(1), cos, sin, self.pairs).expand(-1, self.heads, -1)
         return torch.cat([plain, turned], -1), values
 
@@ -213,7 +217,7 @@ class MidLayer(nn.Module):
 
 
 class Draft(nn.Module):
-    """An EAGLE-3 draft. `embedding` [V, H] is the target's; it keeps its dtype and is frozen until someone says otherwise."""
+    """An EAGLE-3 draft. `embedding` [V, H] is the target's: it keeps its dtype, and is frozen until told otherwise."""
 
     def __init__(self, config: DraftConfig, embedding: Tensor):
         super().__init__()
@@ -260,7 +264,6 @@ class Draft(nn.Module):
         """Every matrix in the type that computes, once a forward; those that read the same rows are joined."""
         layer, hidden = self.midlayer, self.config.hidden_size
         inputs, columns = layer.self_attn.input_weight(), layer.self_attn.query_columns
-        mlp = layer.mlp
         matrices = {
             "fc": self.fc.weight,
             "embedding_q": inputs[:columns, :hidden],
@@ -269,8 +272,9 @@ class Draft(nn.Module):
             "hidden_kv": inputs[columns:, hidden:],
             "hidden_qkv": inputs[:, hidden:],
             "o_proj": layer.self_attn.o_proj.weight,
-            "gate_up": torch.cat([mlp.gate_proj.weight, mlp.up_proj.weight]),
-            "down_proj": mlp.down_proj.weight,
+            "gate_proj": layer.mlp.gate_proj.weight,
+            "up_proj": layer.mlp.up_proj.weight,
+            "down_proj": layer.mlp.down_proj.weight,
             "lm_head": self.lm_head.weight,
         }
         return {name: Weight(matrix, dtype) for name, matrix in matrices.items()} | layer.self_attn.cast(dtype)
@@ -287,7 +291,7 @@ class Draft(nn.Module):
     def after_attention(self, heads: Tensor, residual: Tensor, weights: dict[str, Weight]) -> tuple[Tensor, Tensor]:
         """heads [n, h, dv], residual [n, H] -> (what the next step reads, what the head reads), both [n, H]"""
         state = weights["o_proj"](heads.flatten(1), residual)
-        inner = swiglu(weights["gate_up"](self.midlayer.post_attention_layernorm(state)))
-        state = weights["down_proj"](inner, state)
-        normed = self.norm(state)
+        normed, state = self.midlayer.post_attention_layernorm.beside(state)
+        inner = swiglu(*both(normed, weights["gate_proj"], weights["up_proj"]))
+        normed, state = self.norm.beside(weights["down_proj"](inner, state))
         return normed if self.config.norm_output else state, normed

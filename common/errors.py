@@ -9,6 +9,9 @@ import os
 import sys
 from collections.abc import Callable
 
+# What a path that the user named can be, other than missing: that one has messages of its own.
+USERS_PATHS = (errno.EACCES, errno.EPERM, errno.EROFS, errno.ENOTDIR, errno.EISDIR, errno.EEXIST, errno.ENAMETOOLONG)
+
 
 class UserError(Exception):
     """Wrong use or input. The message says what is wrong, where (file, line, record id) and what to do."""
@@ -40,10 +43,14 @@ def guarded(main: Callable[[], int | None]) -> None:
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         code = 1
     except OSError as error:
-        if error.errno not in (errno.ENOSPC, errno.EDQUOT):
+        if error.errno in (errno.ENOSPC, errno.EDQUOT):
+            print(f"error: the disk is full ({error.filename or error}); free some space and rerun", file=sys.stderr)
+            code = SafetyStop.exit_code
+        elif error.filename and error.errno in USERS_PATHS:
+            print(f"error: {error.filename}: {error.strerror}", file=sys.stderr)
+            code = UserError.exit_code
+        else:
             raise
-        print(f"error: the disk is full ({error.filename or error}); free some space and rerun", file=sys.stderr)
-        code = SafetyStop.exit_code
     except KeyboardInterrupt:
         print("interrupted: everything finished is kept; the same command goes on from here", file=sys.stderr)
         code = 130

@@ -7,6 +7,7 @@ from torch import Tensor
 
 from common.acceptance import Bigram, ReplySteps, accepted_rows, measure
 from common.dataset import HELD_OUT, TRAIN, Pack, Packs
+from common.preview import parts
 from common.protocol import Protocol
 from common.ttt import UnrolledStep, loss_positions
 
@@ -42,7 +43,8 @@ class HeldOut:
 @torch.no_grad()
 def evaluate(step: UnrolledStep, held_out: HeldOut, device: str) -> tuple[dict, list[list[ReplySteps]]]:
     """(an `eval` metrics line, the steps of each pack's replies): walk and per-position acceptance on held-out data."""
-    replies, sums, counts, outside = [], 0.0, 0, 0
+    replies, outside = [], 0
+    sums, counts = torch.zeros(step.steps, dtype=torch.float64), torch.zeros(step.steps, dtype=torch.int64)
     for pack in held_out.packs:
         result = step(pack.to(device))
         sums, counts = sums + result.loss_sums.double().cpu(), counts + result.counts.cpu()
@@ -84,18 +86,10 @@ def sample_views(
             document = int(torch.searchsorted(pack.offsets[1:], first, right=True))
             start, stop = pack.offsets[document : document + 2].tolist()
             accepted = {first + 2 + row: hit for row, hit in enumerate(accepted_rows(reply.right, k))}
-            tokens, part = [], "prompt"
-            for at in range(start, stop):
-                id, mask = int(pack.input_ids[at]), bool(pack.loss_mask[at])
-                if mask and part == "prompt":
-                    part = "reasoning" if reply.closing >= 0 else "content"
-                control = id in protocol.added.values()
-                text = protocol.decode([id])
-                shown = "control" if control else part
-                tokens.append(
-                    {"text": text, "id": id, "mask": int(mask), "part": shown, "accepted": int(accepted.get(at, 0))}
-                )
-                if mask and id == protocol.think_close:
-                    part = "content"
+            ids, mask = pack.input_ids[start:stop].tolist(), pack.loss_mask[start:stop].int().tolist()
+            tokens = [
+                {"text": protocol.decode([id]), "id": id, "mask": m, "part": part, "accepted": int(accepted.get(at, 0))}
+                for at, id, m, part in zip(range(start, stop), ids, mask, parts(ids, mask, protocol), strict=True)
+            ]
             views.append({"id": pack.ids[document], "tokens": tokens})
     return views

@@ -5,6 +5,8 @@ dtype and value range is checked here before a folder is published, and again fo
 """
 
 import json
+import os
+import shutil
 from pathlib import Path
 
 import torch
@@ -14,7 +16,7 @@ from torch import Tensor
 
 from common.draft import Draft, DraftConfig
 from common.errors import UserError
-from common.storage import atomic_path, read_json, write_json
+from common.storage import atomic_path, read_json, sync_folder, write_json
 from common.vocab import kept_tokens
 
 ARCHITECTURES = {"llama": "LlamaForCausalLMEagle3", "mla": "Eagle3DeepseekV2ForCausalLM"}
@@ -71,23 +73,31 @@ def export(
     text: dict,
     embedding: bool = True,
 ) -> None:
-    """Write the served folder (bf16 weights; d2t and t2d left out for a full vocabulary) and read it back."""
-    folder.mkdir(parents=True, exist_ok=True)
+    """Write the served folder (bf16 weights; d2t and t2d left out for a full vocabulary), read it back, publish it.
+
+    All under a temporary name: a draft that would not serve never takes the place of one that does.
+    """
+    temporary = folder.with_name(f".{folder.name}.tmp")
+    shutil.rmtree(temporary, ignore_errors=True)
+    temporary.mkdir(parents=True)
     tensors = {name: p.detach().cpu().to(torch.bfloat16).contiguous() for name, p in draft.named_parameters()}
     if not embedding:
         del tensors["embed_tokens.weight"]
     if draft.config.draft_vocab_size < draft.config.vocab_size:
         tensors |= {"d2t": d2t.contiguous(), "t2d": t2d.contiguous()}
-    with atomic_path(folder / "model.safetensors") as temporary:
-        save_file(tensors, temporary, {"format": "pt"})
-    write_json(folder / "config.json", served_config(draft.config, aux_layers, text))
-    problems = check_export(folder)
+    with atomic_path(temporary / "model.safetensors") as weights:
+        save_file(tensors, weights, {"format": "pt"})
+    write_json(temporary / "config.json", served_config(draft.config, aux_layers, text))
+    problems = check_export(temporary)
+    if not problems:
+        stored = load_file(temporary / "model.safetensors")
+        problems = [f"{n} read back differently" for n, t in tensors.items() if not torch.equal(stored[n], t)]
     if problems:
+        shutil.rmtree(temporary)
         raise UserError(f"{folder} would not serve: {'; '.join(problems)}")
-    stored = load_file(folder / "model.safetensors")
-    changed = [name for name, tensor in tensors.items() if not torch.equal(stored[name], tensor)]
-    if changed:
-        raise UserError(f"{folder}: read back differently: {', '.join(changed)}")
+    shutil.rmtree(folder, ignore_errors=True)  # made from a checkpoint that is still there
+    os.rename(temporary, folder)
+    sync_folder(folder.parent)
 
 
 def check_export(folder: Path) -> list[str]:
@@ -100,15 +110,19 @@ def check_export(folder: Path) -> list[str]:
         return [f"model.safetensors cannot be read: {error}"]
     try:
         draft_config = read_draft_config(config)
-    except (KeyError, ValueError, StopIteration) as error:
+    except (KeyError, ValueError, TypeError) as error:
         return [f"config.json: {error!r}"]
     return [*_tensor_problems(draft_config, tensors), *_config_problems(config, draft_config)]
 
 
 def read_draft_config(config: dict) -> DraftConfig:
     """The draft's sizes from a served config.json."""
-    architecture = config["architectures"][0]
-    form = next(form for form, name in ARCHITECTURES.items() if name == architecture)
+    form = next((form for form, name in ARCHITECTURES.items() if config["architectures"] == [name]), None)
+    if form is None:
+        raise ValueError(f"architectures is {config['architectures']}, known are {', '.join(ARCHITECTURES.values())}")
+    for name in ("hidden_size", "intermediate_size", "num_attention_heads", "vocab_size"):
+        if type(config[name]) is not int:
+            raise ValueError(f"{name} is {config[name]!r}, expected a whole number")
     heads = config["num_attention_heads"]
     return DraftConfig(
         form=form,
@@ -171,6 +185,8 @@ def _config_problems(config: dict, draft: DraftConfig) -> list[str]:
         problems.append("aux layer ids must stand at the top level (vLLM) and in eagle_config (SGLang)")
     elif [layer - 1 for layer in vllm] != list(sglang):
         problems.append(f"SGLang's aux layer ids {sglang} must be vLLM's {vllm} minus 1")
+    if (config.get("eagle_config") or {}).get("use_aux_hidden_state") is False:
+        problems.append("eagle_config.use_aux_hidden_state is false: SGLang would feed the last state only")
     if vllm and len(vllm) != draft.num_aux:
         problems.append(f"{len(vllm)} aux layer ids for an fc of {draft.num_aux} states")
     if config.get("num_hidden_layers") != 1:

@@ -1,273 +1,232 @@
-"""The concurrent loop of stage 01b: retries, deadlines, circuit breaker, counters, progress.
+"""The concurrent loop of stage 01b: retries, deadlines, circuit breaker, silence watch, progress.
 
-`concurrency` workers draw units of work (a question and a repeat number) from one iterator, so memory does not grow
-with their number. A record is appended the moment its reply is checked; whatever stops the run, finished samples stay.
+As many workers as the engine takes requests draw units of work from one planner. A record is appended the moment its
+reply is checked; whatever stops the run, finished samples stay.
 """
 
 import asyncio
+import os
 import random
 import time
-from array import array
 from collections import Counter
-from collections.abc import Iterable, Iterator
-from dataclasses import asdict, dataclass, field
 
 from common.config import Generate
-from common.engines.interface import Answer, Engine, EngineError, Request, Sampling
+from common.engines.interface import Answer, Engine, EngineError, Request
 from common.errors import SafetyStop
-from common.progress import Progress
-from common.prompts import Question, Skipped
+from common.planning import Planner, Unit, sampling_of
+from common.progress import Progress, say
 from common.protocol import Protocol
-from common.storage import JsonlParts, digest
+from common.records import Counts, FailureList, Stored, make_record
+from common.schemas import Unusable
+from common.storage import JsonlParts
 
 LONGEST_PAUSE_S = 60.0
+SYNC_EVERY_S = 10.0  # how much a power cut may take; a killed process loses nothing
 COMPARE_FIRST, COMPARE_EVERY = 64, 16  # replies whose ids are also rebuilt from text: the honest mismatch rate
 
 
-@dataclass(frozen=True)
-class Unit:
-    """One conversation to generate: a question and the number of its repeat. `ids`: one record id a turn."""
-
-    question: Question
-    repeat: int
-    ids: list[str]
-
-
-@dataclass
-class Counts:
-    """What happened, for the progress bar, the summary and the manifest."""
-
-    done: int = 0
-    failed: int = 0
-    skipped: Counter = field(default_factory=Counter)
-    prompt_tokens: int = 0
-    output_tokens: int = 0
-    with_reasoning: int = 0
-    finish_reasons: Counter = field(default_factory=Counter)
-    reasoning_fields: Counter = field(default_factory=Counter)
-    ids_from: Counter = field(default_factory=Counter)
-    compared: int = 0
-    mismatched: int = 0
-    lengths: array = field(default_factory=lambda: array("l"))
-    seconds: array = field(default_factory=lambda: array("d"))
-
-    def as_dict(self) -> dict:
-        """Plain counts for the manifest."""
-        return {k: dict(v) if isinstance(v, Counter) else v for k, v in vars(self).items() if not isinstance(v, array)}
-
-
-def sampling_of(settings: Generate) -> Sampling:
-    """The part of the settings that decides what a reply is."""
-    names = ("thinking", "thinking_budget", "temperature", "top_p", "max_tokens")
-    return Sampling(**{name: getattr(settings, name) for name in names})
-
-
-def plan_units(
-    questions: Iterable[Question | Skipped],
-    settings: Generate,
-    n: int | None,
-    counts: Counts,
-    failures: JsonlParts | None,
-) -> Iterator[Unit]:
-    """Units in the order of the questions, `n` samples at most; unusable rows are counted and listed."""
-    sampling = asdict(sampling_of(settings)) | {"seed": settings.seed}
-    planned = 0
-    for question in questions:
-        if isinstance(question, Skipped):
-            counts.skipped[question.reason] += 1
-            if failures is not None:
-                failures.append({"row": question.row, "reason": question.reason})
-            continue
-        for repeat in range(settings.repeats):
-            turns = 1 + len(question.followups)
-            ids = [digest([question.key, sampling, repeat, turn])[:16] for turn in range(turns)]
-            if n is not None:
-                ids = ids[: n - planned]
-            if not ids:
-                return
-            planned += len(ids)
-            yield Unit(question, repeat, ids)
-
-
 class Generation:
-    """One run of the loop over `units`; `await run()` returns when all are done, or raises SafetyStop."""
+    """One run of the loop over a planner's units; `await run()` returns when all are done, or raises SafetyStop."""
 
     def __init__(
         self,
         engine: Engine,
         protocol: Protocol,
         settings: Generate,
+        planner: Planner,
         records: JsonlParts,
-        failures: JsonlParts,
+        stored: Stored,
+        failures: FailureList,
         counts: Counts,
-        done_ids: set[str],
     ):
-        self.engine, self.protocol, self.settings = engine, protocol, settings
-        self.records, self.failures, self.counts, self.done_ids = records, failures, counts, done_ids
+        self.engine, self.protocol, self.settings, self.planner = engine, protocol, settings, planner
+        self.records, self.stored, self.failures, self.counts = records, stored, failures, counts
         self.sampling = sampling_of(settings)
-        self.failed_in_a_row = 0
-        self.silent: list[tuple[str, ...]] = []  # the fields of the first replies, while none carried reasoning
-        self.watching_silence = self.sampling.thinking and protocol.think_open is not None
-        self.in_flight = 0
+        self.failed_in_a_row = self.in_flight = 0
+        # The first records of a thinking run wait here until one of them carries reasoning: silent ones from a server
+        # that hides it must not count as done when the same command goes on with a mended server.
+        self.watching = self.sampling.thinking and protocol.think_open is not None
+        self.held: list[tuple[dict, Answer]] = []
 
-    async def run(self, units: Iterator[Unit], total: int | None) -> None:
-        with Progress("generate", total, "samples", done=min(len(self.done_ids), total or 0)) as self.progress:
+    async def run(self, total: int | None) -> None:
+        """`total`: samples that are wanted, as far as that is known."""
+        with Progress("generate", total, "samples", done=min(len(self.stored), total or 0)) as self.progress:
             self.started = time.monotonic()
-            workers = [asyncio.create_task(self._work(units)) for _ in range(self.engine.concurrency)]
+            workers = [asyncio.create_task(self._work()) for _ in range(self.engine.concurrency)]
+            syncing = asyncio.create_task(self._sync())
             try:
                 await asyncio.gather(*workers)
+                self._settle_held()
+                self.progress.resize(self.counts.planned)
             finally:
-                for worker in workers:
-                    worker.cancel()
-                await asyncio.gather(*workers, return_exceptions=True)
-                self.records.close()
-                self.failures.close()
+                for task in (*workers, syncing):
+                    task.cancel()
+                await asyncio.gather(*workers, syncing, return_exceptions=True)
 
-    async def _work(self, units: Iterator[Unit]) -> None:
-        for unit in units:  # a plain iterator shared by the workers: each item goes to one of them
+    async def _work(self) -> None:
+        for unit in self.planner:  # one plain iterator shared by the workers: each unit goes to one of them
             await self._converse(unit)
 
+    async def _sync(self) -> None:
+        while True:
+            await asyncio.sleep(SYNC_EVERY_S)
+            handle = self.records.handle_to_sync()
+            if handle is not None:
+                try:
+                    await asyncio.to_thread(os.fsync, handle)
+                finally:
+                    os.close(handle)
+
+    # ---- conversations ----
+
     async def _converse(self, unit: Unit) -> None:
-        """Generate the turns of one conversation in order, each from the regenerated history."""
-        if all(id in self.done_ids for id in unit.ids):
-            return
-        messages = list(unit.question.messages)
+        """Generate the missing turns of one conversation in order, each from the history as the target wrote it."""
+        messages, prompt_ids = unit.question.messages, unit.prompt_ids
         for turn, id in enumerate(unit.ids):
             source = unit.question.source | {"turn": turn, "repeat": unit.repeat, "question": unit.question.key}
-            record = await self._sample(id, messages, source)
-            if record is None or (turn + 1 < len(unit.ids) and record["finish_reason"] != "stop"):
-                return
+            if id in self.stored:
+                record = self.stored.record(id)
+            else:
+                try:
+                    prompt_ids = prompt_ids if turn == 0 else self.planner.prompt_ids(messages)
+                except Unusable as error:
+                    return self._drop(unit, turn, error.reason, error.detail)
+                record = await self._sample(id, messages, prompt_ids, source)
+            if record is None or record["finish_reason"] != "stop":
+                return self._drop(unit, turn + 1, "an earlier turn is missing or was cut")
             if turn + 1 < len(unit.ids):
                 reply = {"role": "assistant", "content": record["content"] or ""}
                 messages = [*messages, reply, *unit.question.followups[turn]]
 
-    async def _sample(self, id: str, messages: list[dict], source: dict) -> dict | None:
-        prompt_ids = self.protocol.prompt_ids(messages, self.sampling.thinking)
-        if len(prompt_ids) + 1 > self.settings.context_tokens:
-            self.counts.skipped["longer than the context"] += 1
-            self.failures.append({"id": id, "source": source, "reason": "longer than the context"})
-            return None
+    def _drop(self, unit: Unit, turn: int, reason: str, detail: str = "") -> None:
+        """Leave the turns from `turn` on out: without what comes before them they can't be asked."""
+        for id in unit.ids[turn:]:
+            self.counts.dropped += 1
+            self.planner.skip(reason, detail, id=id, source=unit.question.source)
+
+    async def _sample(self, id: str, messages: list[dict], prompt_ids: list[int], source: dict) -> dict | None:
+        room = self.settings.context_tokens - len(prompt_ids)
         seed = (int(id, 16) ^ self.settings.seed) % 2**31
-        request = Request(id, messages, prompt_ids, seed)
-        started = time.monotonic()
+        request = Request(id, messages, prompt_ids, seed, min(self.sampling.max_tokens, room))
         self.in_flight += 1
         try:
-            answer = await self._ask(request)
-            record = self._record(request, answer, source, time.monotonic() - started)
+            answer, seconds = await self._ask(request)
+            compare = self.counts.new < COMPARE_FIRST or self.counts.new % COMPARE_EVERY == 0
+            record = make_record(
+                request, answer, source, self.sampling, self.protocol, self.engine.model, seconds, compare
+            )
         except EngineError as error:
             self._count_failure(id, source, str(error))
             return None
         finally:
             self.in_flight -= 1
-        if id not in self.done_ids:  # an earlier turn of an unfinished conversation is asked again, not stored twice
-            self.records.append(record)
-        self._count(record, answer)
+        self.failed_in_a_row = 0
+        if self.watching and not record["reasoning"]:
+            self._hold(record, answer)
+        else:
+            self.watching = False
+            self._store_held()
+            self._store(record)
         return record
 
-    async def _ask(self, request: Request) -> Answer:
-        """Ask until answered: growing pauses with jitter, or as long as the server asks for."""
-        for attempt in range(self.settings.retries + 1):
+    async def _ask(self, request: Request) -> tuple[Answer, float]:
+        """(answer, its seconds): growing pauses with jitter between tries, or as long as the server asks for.
+
+        A request that never arrived is no try: it waits until a server takes connections again.
+        """
+        tries = 0
+        while True:
+            started = time.monotonic()
             try:
                 async with asyncio.timeout(self.settings.request_timeout_s):
-                    return await self.engine.answer(request, self.sampling)
-            except (EngineError, TimeoutError) as error:
-                if isinstance(error, TimeoutError):
-                    error = EngineError(f"no answer within {self.settings.request_timeout_s:g} s", retry=True)
-                if not error.retry or attempt == self.settings.retries:
-                    raise error from None
-                pause = error.wait_s if error.wait_s is not None else 2**attempt * random.uniform(0.5, 1.0)
-                await asyncio.sleep(min(pause, LONGEST_PAUSE_S))
-        raise AssertionError("unreachable")
+                    answer = await self.engine.answer(request, self.sampling)
+                return answer, time.monotonic() - started
+            except TimeoutError:
+                error = EngineError(f"no answer within {self.settings.request_timeout_s:g} s", retry=True)
+            except EngineError as received:
+                error = received
+            if error.lost:
+                if not await self.engine.wait_until_back(self.settings.outage_s):
+                    raise SafetyStop(f"no server for {self.settings.outage_s:g} s ({error}); start it and rerun")
+                continue
+            tries += 1
+            if not error.retry or tries > self.settings.retries:
+                raise error
+            pause = min(2.0 ** (tries - 1), LONGEST_PAUSE_S) * random.uniform(0.5, 1.0)
+            if error.wait_s is not None:  # what the server asks for is honoured, within the request's own deadline
+                pause = min(error.wait_s, self.settings.request_timeout_s) * random.uniform(1.0, 1.1)
+            await asyncio.sleep(pause)
 
-    def _record(self, request: Request, answer: Answer, source: dict, seconds: float) -> dict:
-        """The stored record of a checked answer; raises EngineError for one that contradicts itself."""
-        rebuilt = None
-        ids_known = answer.prompt_ids is not None and answer.output_ids is not None
-        compare = self.counts.done < COMPARE_FIRST or self.counts.done % COMPARE_EVERY == 0
-        if not ids_known or compare:
-            prompt = answer.prompt_ids if ids_known else request.prompt_ids
-            rebuilt = self.protocol.reconstruct(prompt, answer.reasoning, answer.content, answer.finish_reason)
-        if ids_known:
-            problem = check_answer(request, answer)
-            if problem:
-                raise EngineError(problem, retry=False)
-            if rebuilt is not None:
-                self.counts.compared += 1
-                self.counts.mismatched += rebuilt != answer.output_ids
-        return {
-            "id": request.id,
-            "source": source,
-            "messages": request.messages,
-            "reasoning": answer.reasoning or "",
-            "content": answer.content,
-            "finish_reason": answer.finish_reason,
-            "prompt_ids": answer.prompt_ids if ids_known else request.prompt_ids,
-            "output_ids": answer.output_ids if ids_known else rebuilt,
-            "ids_from": "server" if ids_known else "reconstructed",
-            "usage": answer.usage,
-            "sampling": asdict(self.sampling) | {"seed": request.seed},
-            "model": self.engine.model,
-            "server": self.engine.version,
-            "seconds": round(seconds, 3),
-        }
+    # ---- what comes in ----
 
-    def _count(self, record: dict, answer: Answer) -> None:
-        counts = self.counts
-        self.failed_in_a_row = 0
-        counts.done += 1
-        counts.prompt_tokens += len(record["prompt_ids"])
-        counts.output_tokens += len(record["output_ids"])
-        counts.with_reasoning += bool(record["reasoning"])
-        counts.finish_reasons[record["finish_reason"]] += 1
-        counts.reasoning_fields[answer.reasoning_field or "none"] += 1
-        counts.ids_from[record["ids_from"]] += 1
-        counts.lengths.append(len(record["output_ids"]))
-        counts.seconds.append(record["seconds"])
+    def _store(self, record: dict) -> None:
+        self.records.append(record)
+        self.counts.add(record, self.protocol)
+        self.counts.new += 1
+        self.counts.new_output_tokens += len(record["output_ids"])
         self._show(1)
-        if self.watching_silence:
-            self._watch_silence(record, answer)
 
-    def _watch_silence(self, record: dict, answer: Answer) -> None:
+    def _hold(self, record: dict, answer: Answer) -> None:
+        self.held.append((record, answer))
+        if len(self.held) == self.settings.silence_after:  # once: others may come in before the workers are stopped
+            self._stop_for_silence()
+
+    def _settle_held(self) -> None:
+        """At the end of a run too short for the watch: earlier records with reasoning speak for these few."""
+        if self.held and not self.counts.with_reasoning:
+            self._stop_for_silence()
+        self._store_held()
+
+    def _store_held(self) -> None:
+        held, self.held = self.held, []
+        for record, _ in held:
+            self._store(record)
+
+    def _stop_for_silence(self) -> None:
         """Stop a thinking run whose first replies all lack reasoning: the fault that this project began with."""
-        if record["reasoning"]:
-            self.watching_silence = False
-            return
-        self.silent.append(answer.received_fields)
-        if len(self.silent) >= self.settings.silence_after:
-            fields = Counter(name for names in self.silent for name in names)
-            sent = ", ".join(f"{name} in {count}" for name, count in fields.most_common()) or "nothing"
-            raise SafetyStop(
-                f"thinking is on, but none of the first {len(self.silent)} replies carries reasoning; the server "
-                f"sent: {sent}. Start it with its reasoning parser (vLLM: --reasoning-parser kimi_k2), or use --no-thinking"
-            )
+        seen = Counter(f"{name} ({kind})" for _, answer in self.held for name, kind in answer.fields.items())
+        say("  the server sent, field by field:")
+        for name, count in sorted(seen.items()):
+            say(f"    message.{name} in {count} of {len(self.held)} replies")
+        counted = sum((answer.usage or {}).get("completion_tokens") or 0 for _, answer in self.held)
+        written = sum(len(record["output_ids"]) for record, _ in self.held)
+        hidden = counted > 1.2 * written + 16
+        say(f"    usage.completion_tokens: {counted} in all; the texts received make {written} tokens")
+        fix = (
+            "it wrote more than it sent: its parser, or a proxy, drops the reasoning"
+            if hidden
+            else "start it with its reasoning parser (vLLM: --reasoning-parser kimi_k2) and its own chat template"
+        )
+        raise SafetyStop(
+            f"thinking is on, but none of the first {len(self.held)} replies carries reasoning in any field; {fix}; "
+            "or use --no-thinking. None of them was stored; --probe looks at one reply closely"
+        )
 
     def _count_failure(self, id: str, source: dict, reason: str) -> None:
         self.counts.failed += 1
         self.failed_in_a_row += 1
-        self.failures.append({"id": id, "source": source, "reason": reason})
+        self.failures.append("failed", reason, id=id, source=source)
         self._show(0)
-        if self.failed_in_a_row >= self.settings.breaker:
+        if self.failed_in_a_row == self.settings.breaker:
             raise SafetyStop(
                 f"{self.failed_in_a_row} requests failed in a row, the last with: {reason}; rerun to go on"
             )
 
+    def silent_share(self) -> float:
+        """Share of the samples without reasoning, 0 where none is expected."""
+        thinking = self.sampling.thinking and self.protocol.think_open is not None
+        return 1 - self.counts.with_reasoning / self.counts.done if thinking and self.counts.done else 0.0
+
     def _show(self, done: int) -> None:
-        counts, elapsed = self.counts, time.monotonic() - self.started
+        counts, elapsed = self.counts, max(time.monotonic() - self.started, 1e-9)
+        silent = self.silent_share()
+        warning = {"WARNING": f"{silent:.0%} without reasoning"} if silent > self.settings.max_silent_share else {}
         self.progress.update(
             done,
             failed=counts.failed,
             in_flight=self.in_flight,
-            tokens_s=f"{counts.output_tokens / elapsed:.0f}",
+            tokens_s=f"{counts.new_output_tokens / elapsed:.0f}",
             mean_tokens=f"{counts.output_tokens / max(counts.done, 1):.0f}",
             reasoning=f"{counts.with_reasoning / max(counts.done, 1):.0%}",
+            **warning,
         )
-
-
-def check_answer(request: Request, answer: Answer) -> str | None:
-    """What is wrong with ids that came from a server, or None."""
-    if answer.prompt_ids[-3:] != request.prompt_ids[-3:]:
-        return f"the server's prompt ends in {answer.prompt_ids[-3:]}, the target's in {request.prompt_ids[-3:]}"
-    said = (answer.usage or {}).get("completion_tokens")
-    if said is not None and said != len(answer.output_ids):
-        return f"the server counts {said} output tokens and sent {len(answer.output_ids)} ids"
-    return None

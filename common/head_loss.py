@@ -1,4 +1,4 @@
-"""The draft's head and its loss, over chunks of rows, so that no [rows, D] array of logits is ever kept.
+"""The draft's head and its loss, over chunks of rows, so that logits of all steps are never kept.
 
 Cross entropy against probabilities p, with logits z = hidden W', q = softmax(z), a row's weight w:
 
@@ -6,8 +6,8 @@ Cross entropy against probabilities p, with logits z = hidden W', q = softmax(z)
 
 The gradients are computed along with the loss, while a chunk's logits are at hand; backward only scales them.
 
-Shapes: K steps, P rows a step, D draft vocabulary, H hidden, c rows a chunk. Row n of step s has target row n + s: the
-targets are one array for all steps, shifted.
+Shapes: K steps, P rows a step, D draft vocabulary, H hidden, c = k x r rows a chunk: k whole steps, or r rows of one.
+Row n of step s has target row n + s: the targets are one array for all steps, read through overlapping windows.
 """
 
 import torch
@@ -16,63 +16,89 @@ from torch.autograd.function import once_differentiable
 
 from common.kernels import Weight, fused, wide
 
-CHUNK_ROWS = 2048  # of all steps together: below this, products with a wide inner side lose half their speed on CPU
+# Below this many rows, products with a wide inner side lose half their speed on CPU; many more only take memory
+CHUNK_ROWS = 2000
 
 
-@fused
-def _softmax_difference(logits, probabilities):
-    """-> logsumexp [c] of the logits, which become q - p [c, D] in place"""
-    q, best, kind = torch.softmax(logits, -1), logits.amax(-1), wide(logits.dtype)
-    torch.sub(q, probabilities, out=logits)
-    return best.to(kind) - q.amax(-1).to(kind).log()
+def blocks_of(columns: int) -> tuple[int, int]:
+    """columns as (blocks, columns a block), where they divide"""
+    return (-1, 128) if columns % 128 == 0 else (1, columns)
+
+
+def first_argmax(x: Tensor, block_max: Tensor) -> Tensor:
+    """First argmax of each row of x [n, D], given its blocks' maxima [n, b]: aten's own takes as long as ten maxima."""
+    block = x.shape[1] // block_max.shape[1]
+    best = block_max.argmax(1, keepdim=True) * block  # [n, 1]
+    return best.squeeze(1) + x.gather(1, best + torch.arange(block, device=x.device)).argmax(1)
 
 
 def argmax(x: Tensor) -> Tensor:
-    """First argmax of each row. Aten's own takes ten times as long as a maximum on CPU: look for the block first."""
-    block = 128
-    if x.is_cuda or x.shape[1] % block:
-        return x.argmax(1)
-    best = x.unflatten(1, (-1, block)).amax(2).argmax(1, keepdim=True)  # [n, 1]
-    columns = best * block + torch.arange(block)
-    return (best * block).squeeze(1) + x.gather(1, columns).argmax(1)
+    return first_argmax(x, x.unflatten(1, blocks_of(x.shape[1])).amax(2))
 
 
-def _pieces(start: int, stop: int, rows: int):
-    """The flat rows start..stop of [K, rows] as (slice within the chunk, first target row), cut where steps change."""
-    while start < stop:
-        step, row = divmod(start, rows)
-        end = min(stop, (step + 1) * rows)
-        yield start, end, row + step
-        start = end
+def _softmax_difference_aten(logits, probabilities, difference):
+    q = torch.softmax(logits, -1, out=difference)
+    total = 1 / q.amax(-1, keepdim=True).to(wide(q.dtype))
+    q.sub_(probabilities)
+    return total, logits.unflatten(-1, blocks_of(logits.shape[-1])).amax(-1)
+
+
+@fused(varying=(0, 1), eager=_softmax_difference_aten)
+def _softmax_difference(logits, probabilities, difference):
+    """-> total [k, r, 1], the maxima of blocks of logits [k, r, b]; q - p [k, r, D] is written to `difference`
+
+    logsumexp = max + log(total), but the logarithm is left to the caller: it would keep all this from being one loop.
+    """
+    z = logits.to(wide(logits.dtype))
+    block_max = z.unflatten(-1, blocks_of(z.shape[-1])).amax(-1)
+    exp = (z - block_max.amax(-1, keepdim=True)).exp()
+    total = exp.sum(-1, keepdim=True)
+    difference.copy_(exp * (1 / total) - probabilities.to(z.dtype))
+    return total, block_max
+
+
+def _chunks(steps: int, rows: int):
+    """(steps, rows) as pairs of slices: several whole steps where they are short, else even shares of one."""
+    together = -(-CHUNK_ROWS // max(rows, 1))
+    size = -(-rows // max(1, rows // CHUNK_ROWS))
+    for step in range(0, steps, together):
+        for start in range(0, rows, max(size, 1)):
+            yield slice(step, min(step + together, steps)), slice(start, min(start + size, rows))
 
 
 class _HeadLoss(torch.autograd.Function):
     @staticmethod
     def forward(ctx, hidden, master, low, probabilities, row_weight, with_gradient):
         steps, rows, _ = hidden.shape
-        flat, weight = hidden.flatten(0, 1), row_weight.flatten()
-        losses = torch.empty_like(weight)
-        choices = torch.empty_like(weight, dtype=torch.int64)
-        dhidden = torch.empty_like(flat) if with_gradient else None
+        losses = torch.empty_like(row_weight)
+        choices = torch.empty_like(row_weight, dtype=torch.int64)
+        dhidden = torch.empty_like(hidden) if with_gradient else None
         dweight = master.new_zeros(master.shape[::-1]) if with_gradient and master.requires_grad else None
-        # p.z = (p W).h: one product for all steps where the sums over p * z would be a pass over [rows, D] in each
-        mean_row = probabilities @ low
-        for start in range(0, len(flat), CHUNK_ROWS):
-            chunk = slice(start, min(start + CHUNK_ROWS, len(flat)))
-            x, logits = flat[chunk], flat[chunk] @ low.t()
-            choices[chunk] = argmax(logits)
-            for begin, end, target in _pieces(chunk.start, chunk.stop, rows):
-                part = logits[begin - start : end - start]
-                lse = _softmax_difference(part, probabilities[target : target + end - begin])
-                wanted = (mean_row[target : target + end - begin].to(lse.dtype) * flat[begin:end]).sum(1)
-                losses[begin:end] = lse - wanted
+        # p.z = (p W).h: one product for all steps, where the sums over p * z are one more pass over [P, D] for each
+        mean_row = probabilities @ low  # [P+K-1, H]
+
+        def window(x):  # [P+K-1, .] -> [K, P, .], rows n + s; a view, read only
+            return x.as_strided((steps, rows, x.shape[1]), (x.stride(0), x.stride(0), 1))
+
+        targets, mean_rows = window(probabilities), window(mean_row)
+        chunks = list(_chunks(steps, rows))
+        size = max((losses[chunk].numel() for chunk in chunks), default=0)
+        buffers = hidden.new_empty((2, size, low.shape[0]))  # two for all chunks: memory that was just used is near
+        for chunk in chunks:
+            x, weight = hidden[chunk].flatten(0, 1), row_weight[chunk].reshape(-1, 1)
+            logits, difference = buffers[:, : len(x)]
+            torch.mm(x, low.t(), out=logits)
+            target = targets[chunk]
+            total, block_max = _softmax_difference(logits.view_as(target), target, difference.view_as(target))
+            choices[chunk] = first_argmax(logits, block_max.flatten(0, 1)).view_as(choices[chunk])
+            wanted = (mean_rows[chunk] * hidden[chunk]).sum(-1, dtype=total.dtype)
+            losses[chunk] = block_max.amax(-1) + total.squeeze(-1).log() - wanted
             if with_gradient:
-                torch.mul(logits @ low, weight[chunk, None], out=dhidden[chunk])
-            if dweight is not None:
-                dweight += (x * weight[chunk, None]).to(x.dtype).t().contiguous() @ logits
+                dhidden[chunk] = (difference @ low).mul_(weight).view_as(hidden[chunk])
+            if dweight is not None:  # transposed, since the narrow side is the cheap one to transpose
+                dweight += (x * weight).to(x.dtype).t().contiguous() @ difference
         ctx.gradients = (dhidden, dweight)
-        losses = torch.where(weight > 0, losses, 0).view(steps, rows)
-        choices = choices.view(steps, rows)
+        losses = torch.where(row_weight > 0, losses, 0)
         ctx.mark_non_differentiable(losses, choices)
         return (losses * row_weight).sum(), losses, choices
 
@@ -83,8 +109,7 @@ class _HeadLoss(torch.autograd.Function):
             raise RuntimeError("the head's gradients are scaled in place: backward can run once for a forward")
         dhidden, dweight = ctx.gradients
         ctx.gradients = None
-        dhidden = dhidden.mul_(dloss).view(*_losses.shape, -1)
-        return dhidden, None if dweight is None else dweight.mul_(dloss).t(), None, None, None, None
+        return dhidden.mul_(dloss), None if dweight is None else dweight.mul_(dloss).t(), None, None, None, None
 
 
 def head_loss(hidden: Tensor, head: Weight, probabilities: Tensor, row_weight: Tensor) -> tuple[Tensor, Tensor, Tensor]:

@@ -26,8 +26,16 @@ def compile_bodies(on: bool) -> None:
     _compiled = on
 
 
-def fused(body):
-    """Run `body` compiled when that is switched on; the first failure to compile switches back for good."""
+def fused(body=None, *, varying: tuple[int, ...] = (0,), also: dict[int, tuple] | None = None, eager=None):
+    """Run `body` compiled when that is switched on; the first failure to compile switches back for good.
+
+    `varying` names the dimensions of its arguments that differ from call to call (`also`: further ones of one
+    argument): a loop is compiled once for all of them, and what is fixed makes it faster. `eager` is the same function
+    written for aten's ready-made passes.
+    """
+    if body is None:
+        return functools.partial(fused, varying=varying, also=also, eager=eager)
+    plain = eager or body
 
     @functools.cache
     def compiled():
@@ -36,16 +44,18 @@ def fused(body):
     @functools.wraps(body)
     def call(*args):
         if not _compiled:
-            return body(*args)
-        for x in args:
-            if isinstance(x, Tensor) and x.dim() > 1:
-                torch._dynamo.maybe_mark_dynamic(x, 0)  # rows differ from pack to pack; fixed widths make faster loops
+            return plain(*args)
+        for place, x in enumerate(args):
+            if isinstance(x, Tensor):
+                for dimension in (*varying, *((also or {}).get(place, ()))):
+                    if dimension < x.dim():
+                        torch._dynamo.maybe_mark_dynamic(x, dimension)
         try:
             return compiled()(*args)
         except Exception as error:  # whatever a missing or broken compiler raises, the eager body is right
             log.warning("no fused loops (%s: %s); continuing without", type(error).__name__, str(error).split("\n")[0])
             compile_bodies(False)
-            return body(*args)
+            return plain(*args)
 
     return call
 
@@ -68,30 +78,36 @@ def wide(dtype: torch.dtype) -> torch.dtype:
     return torch.float64 if dtype == torch.float64 else torch.float32
 
 
-def weight_gradient(dy: Tensor, x: Tensor) -> Tensor:
-    """dy' x [out, in] of dy [n, out], x [n, in]. The narrower is transposed in memory first, as oneDNN takes twice as long
-    to do it on the way; the result may therefore be a transposed view."""
-    if x.shape[1] < dy.shape[1]:
-        return (x.t().contiguous() @ dy).t()
-    return dy.t().contiguous() @ x
-
-
 class _Linear(torch.autograd.Function):
-    """add + x W'. The gradient of W goes to its float32 master, so that unrolled steps add up in float32."""
+    """x W' for each W, plus `add` for a single one. The gradient of a W goes to its float32 master, so that unrolled
+    steps add up in float32."""
 
     @staticmethod
-    def forward(ctx, x, master, low, add):
-        ctx.save_for_backward(x, low)
-        ctx.master_dtype = master.dtype
-        return x @ low.t() if add is None else torch.addmm(add, x, low.t())
+    def forward(ctx, x, add, *weights):
+        masters, lows = weights[0::2], weights[1::2]
+        ctx.save_for_backward(x, *lows)
+        ctx.master_dtype = masters[0].dtype
+        return tuple(x @ low.t() if add is None else torch.addmm(add, x, low.t()) for low in lows)
 
     @staticmethod
     @once_differentiable
-    def backward(ctx, dy):
-        x, low = ctx.saved_tensors
-        dx = dy @ low if ctx.needs_input_grad[0] else None
-        dw = weight_gradient(dy, x).to(ctx.master_dtype) if ctx.needs_input_grad[1] else None
-        return dx, dw, None, dy if ctx.needs_input_grad[3] else None
+    def backward(ctx, *douts):
+        x, *lows = ctx.saved_tensors
+        dx, turned, dweights = None, None, []
+        for place, (dout, low) in enumerate(zip(douts, lows, strict=True)):
+            dweight = None
+            if ctx.needs_input_grad[2 + 2 * place]:
+                # oneDNN takes twice as long where it must transpose on the way: do the narrower of the two beforehand
+                if x.shape[1] < dout.shape[1]:
+                    turned = x.t().contiguous() if turned is None else turned
+                    dweight = (turned @ dout).t()
+                else:
+                    dweight = dout.t().contiguous() @ x
+                dweight = dweight.to(ctx.master_dtype)
+            if ctx.needs_input_grad[0]:
+                dx = dout @ low if dx is None else dx.addmm_(dout, low)
+            dweights += [dweight, None]
+        return dx, douts[0] if ctx.needs_input_grad[1] else None, *dweights
 
 
 class Weight:
@@ -102,7 +118,12 @@ class Weight:
         self.low = master.detach().to(dtype).contiguous()
 
     def __call__(self, x: Tensor, add: Tensor | None = None) -> Tensor:
-        return _Linear.apply(x, self.master, self.low, add)
+        return _Linear.apply(x, add, self.master, self.low)[0]
+
+
+def both(x: Tensor, first: Weight, second: Weight) -> tuple[Tensor, Tensor]:
+    """x through two matrices: what their gradients share is done once."""
+    return _Linear.apply(x, None, first.master, first.low, second.master, second.low)
 
 
 @fused
@@ -113,11 +134,11 @@ def _rms_norm(x, weight, eps: float):
 
 
 @fused
-def _rms_norm_backward(dy, x, weight, scale):
+def _rms_norm_backward(dy, dx, x, weight, scale):
     dy = dy.to(scale.dtype)
     unit = x.to(scale.dtype) * scale
     dunit = dy * weight
-    dx = scale * (dunit - unit * (dunit * unit).mean(-1, keepdim=True))
+    dx = dx + scale * (dunit - unit * (dunit * unit).mean(-1, keepdim=True))
     return dx.to(x.dtype), (dy * unit).sum(0)
 
 
@@ -126,41 +147,40 @@ class _RMSNorm(torch.autograd.Function):
     def forward(ctx, x, weight, eps):
         y, scale = _rms_norm(x, weight, eps)
         ctx.save_for_backward(x, weight, scale)
-        return y
+        return y, x.view_as(x)
 
     @staticmethod
     @once_differentiable
-    def backward(ctx, dy):
+    def backward(ctx, dy, dx):
         x, weight, scale = ctx.saved_tensors
-        dx, dweight = _rms_norm_backward(dy, x, weight, scale)
+        dx, dweight = _rms_norm_backward(dy, dx, x, weight, scale)
         return dx, dweight.to(weight.dtype), None
 
 
-def rms_norm(x: Tensor, weight: Tensor, eps: float) -> Tensor:
-    """x [n, H] over its root mean square, times weight [H]."""
+def rms_norm(x: Tensor, weight: Tensor, eps: float) -> tuple[Tensor, Tensor]:
+    """x [n, H] over its root mean square, times weight [H]; and x again, for the residual that is read beside it: so
+    their gradients meet inside one pass."""
     return _RMSNorm.apply(x, weight, eps)
 
 
 @fused
-def _swiglu(gate_up):
-    gate, up = gate_up.to(wide(gate_up.dtype)).chunk(2, -1)
-    return (gate * torch.sigmoid(gate) * up).to(gate_up.dtype)
+def _swiglu(gate, up):
+    wide_gate = gate.to(wide(gate.dtype))
+    return (wide_gate * torch.sigmoid(wide_gate) * up).to(gate.dtype)
 
 
 @fused
-def _swiglu_backward(dy, gate_up):
-    gate, up = gate_up.to(wide(gate_up.dtype)).chunk(2, -1)
-    dy = dy.to(gate.dtype)
-    sigmoid = torch.sigmoid(gate)
-    dgate = dy * up * sigmoid * (1 + gate * (1 - sigmoid))
-    return torch.cat([dgate, dy * gate * sigmoid], -1).to(gate_up.dtype)
+def _swiglu_backward(dy, gate, up):
+    dy, z = dy.to(wide(gate.dtype)), gate.to(wide(gate.dtype))
+    sigmoid = torch.sigmoid(z)
+    return (dy * up * sigmoid * (1 + z * (1 - sigmoid))).to(gate.dtype), (dy * z * sigmoid).to(gate.dtype)
 
 
 class _SwiGLU(torch.autograd.Function):
     @staticmethod
-    def forward(ctx, gate_up):
-        ctx.save_for_backward(gate_up)
-        return _swiglu(gate_up)
+    def forward(ctx, gate, up):
+        ctx.save_for_backward(gate, up)
+        return _swiglu(gate, up)
 
     @staticmethod
     @once_differentiable
@@ -168,9 +188,9 @@ class _SwiGLU(torch.autograd.Function):
         return _swiglu_backward(dy, *ctx.saved_tensors)
 
 
-def swiglu(gate_up: Tensor) -> Tensor:
-    """[n, 2I], gate before up -> silu(gate) * up [n, I]."""
-    return _SwiGLU.apply(gate_up)
+def swiglu(gate: Tensor, up: Tensor) -> Tensor:
+    """silu(gate) * up, all [n, I]."""
+    return _SwiGLU.apply(gate, up)
 
 
 @fused
@@ -202,7 +222,7 @@ class _Rotate(torch.autograd.Function):
 
 
 def rotate(x: Tensor, cos: Tensor, sin: Tensor, pairs: bool) -> Tensor:
-    """x [n, h, d] turned by the angles of cos, sin [n, d/2]: (i, i + d/2) together as in Llama, or neighbours (pairs)."""
+    """x [n, h, d] turned by angles, cos and sin [n, d/2]: (i, i + d/2) together as in Llama, or neighbours (pairs)."""
     return _Rotate.apply(x, cos, sin, pairs)
 
 

@@ -50,19 +50,19 @@ def find_vendor_files(name: str, revision: str = "") -> VendorFiles | None:
 
     `name`: local folder or hub name. Raises UserError that names what is missing.
     """
-    if _file(name, FAST, revision) is not None:
+    if find_file(name, FAST, revision) is not None:
         return None
-    ranks = _file(name, RANKS, revision)
+    ranks = find_file(name, RANKS, revision)
     if ranks is None:
         return None
-    config_path = _file(name, CONFIG, revision)
+    config_path = find_file(name, CONFIG, revision)
     if config_path is None:
         raise UserError(f"{name} has {RANKS} and no {CONFIG}; fetch that file too")
     try:
         config = json.loads(config_path.read_text("utf-8"))
     except ValueError as error:
         raise UserError(f"{config_path}: not JSON ({error})") from None
-    template_path = _file(name, TEMPLATE, revision)
+    template_path = find_file(name, TEMPLATE, revision)
     template = template_path.read_text("utf-8") if template_path else config.get("chat_template")
     if not isinstance(template, str):
         raise UserError(f"{name} has {RANKS}, no {TEMPLATE} and no chat_template in {CONFIG}; fetch {TEMPLATE} too")
@@ -140,21 +140,19 @@ def _content(token) -> str:
     return token["content"] if isinstance(token, dict) else token
 
 
-def _file(name: str, filename: str, revision: str) -> Path | None:
+def find_file(name: str, filename: str, revision: str) -> Path | None:
     """A file of a local folder or hub repository, or None where it has none."""
     if Path(name).is_dir():
         path = Path(name) / filename
         return path if path.is_file() else None
+    from huggingface_hub import try_to_load_from_cache
     from transformers.utils import cached_file
 
     try:
-        found = cached_file(
-            name,
-            filename,
-            revision=revision or None,
-            _raise_exceptions_for_missing_entries=False,
-            _raise_exceptions_for_connection_errors=False,
-        )
-    except OSError as error:  # no such repository, a gated one, no network and nothing cached
-        raise UserError(f"no tokenizer at {name!r} ({str(error).strip().splitlines()[0]})") from None
+        found = cached_file(name, filename, revision=revision or None, _raise_exceptions_for_missing_entries=False)
+    except OSError as error:  # no such repository, a gated one, or no network: then a cached copy may lack this file
+        if isinstance(try_to_load_from_cache(name, CONFIG, revision=revision or None), str):
+            return None
+        said = str(error).strip().splitlines()[0]
+        raise UserError(f"no tokenizer at {name!r} ({said}); set target.tokenizer to a folder or hub name") from None
     return Path(found) if found else None

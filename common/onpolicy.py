@@ -50,7 +50,8 @@ class OnPolicy:
             return f"{nll:.2f} nat/token is above extract.max_nll {limits.max_nll:g}"
         if top1 < least:
             return f"first choice {top1:.1%} is below {least:.0%}"
-        if min(self.early_nll, self.late_nll) <= self.nll:
+        early, late = self.early_nll / self.positions, self.late_nll / max(self.shifted_positions, 1)
+        if early <= nll or (self.shifted_positions and late <= nll):  # replies of one token have no later one
             return "the states fit the neighbouring token as well: they are shifted against the ids"
         return None
 
@@ -84,6 +85,7 @@ class OnPolicyCheck:
         ids, mask = shard.read("input_ids", start, stop).long(), shard.read("loss_mask", start, stop).bool()
         # Position i predicts token i+1; the last but one is the last whose neighbours on both sides exist.
         at = torch.nonzero(mask[1:]).flatten()[:POSITIONS]
+        at = at[at + 1 != (shard.facts[i].get("forced") or 0)]  # the thinking budget's closing token is not its own
         if not len(at):
             return
         last = shard.read("last_hidden", start, stop)[at].to(self.device)

@@ -46,8 +46,9 @@ background:var(--card);border:1px solid var(--line);border-radius:12px}
 .scroll{overflow-x:auto}table{border-collapse:collapse;width:100%;font-size:15px;font-variant-numeric:tabular-nums}
 th,td{padding:7px 12px;border-bottom:1px solid var(--line);text-align:right;vertical-align:top}
 th{font-weight:600;font-size:13px;color:var(--dim);vertical-align:bottom}
-th:first-child,td:first-child{text-align:left;padding-left:0}tr.main td{font-weight:650;background:var(--content)}
-tr.main td:first-child{padding-left:8px}small{color:var(--dim);font-weight:400}
+th:first-child,td:first-child{text-align:left;padding-left:10px}
+tr.main td{font-weight:650;background:var(--content)}
+small{color:var(--dim);font-weight:400}
 .facts{display:grid;grid-template-columns:1fr 1fr;gap:0 48px}.facts table{font-size:14px;font-variant-numeric:normal}
 .facts td{text-align:left;padding:5px 0;overflow-wrap:anywhere}.facts td:first-child{color:var(--dim);width:42%;
 padding-right:12px}
@@ -73,7 +74,8 @@ padding:1px 5px;margin:0 3px;color:var(--dim)}.t.control.hit{border-bottom:2px s
 @media(max-width:720px){.hero,.pair,.facts{grid-template-columns:1fr}.big{font-size:60px}}
 @page{margin:14mm}
 @media print{body{background:none;font-size:13px}main{padding:0;max-width:none}section{margin-top:32px}
-.hero,svg,tr,.key,.strip{break-inside:avoid}h2,h3,h2+p,.key{break-after:avoid}.text{max-height:none}}
+.hero,svg,.scroll,.key,.strip,.facts>div{break-inside:avoid}.scroll td{padding:4px 12px}.strip{gap:8px 28px}
+h2,h3,h2+p,.key{break-after:avoid}.text{max-height:none}}
 """
 COLOURS = [f"c{i}" for i in range(RAMP)] + [f"o{i}" for i in range(OVERLAYS)]
 STYLE += "".join(f".line.{c}{{stroke:var(--{c})}}.fill.{c}{{fill:var(--{c})}}" for c in COLOURS)
@@ -81,9 +83,8 @@ STYLE += "".join(f".fill.{part}{{fill:var(--{part}-bar)}}" for part in PARTS[:3]
 
 
 def text_of(value) -> str:
-    """Any text as HTML: escaped, lone surrogates replaced, control characters made visible."""
-    text = str(value).encode("utf-8", "replace").decode()
-    return escape("".join(chr(0x2400 + ord(c)) if ord(c) < 32 and c not in "\n\t" else c for c in text))
+    """Any text as HTML: escaped, control characters made visible."""
+    return escape("".join(chr(0x2400 + ord(c)) if ord(c) < 32 and c not in "\n\t" else c for c in str(value)))
 
 
 def section(title: str, sentence: str, *body: str) -> str:
@@ -118,7 +119,7 @@ def document(title: str, body: str) -> str:
         f'<meta name="viewport" content="width=device-width,initial-scale=1"><title>{text_of(title)}</title>'
     )
     page = f'<html lang="en"><head>{head}<style>{STYLE}</style></head><body><main>{body}</main></body></html>'
-    return f"<!doctype html>\n{page}\n"
+    return f"<!doctype html>\n{page}\n".encode("utf-8", "replace").decode()  # lone surrogates become "?"
 
 
 def fact(value) -> str:
@@ -148,7 +149,7 @@ def token(entry: dict) -> str:
     notes = [f"id {entry.get('id')}", part]
     notes += ["drafted and accepted"] if hit else []
     notes += [] if entry.get("mask", 1) else ["not trained on"]
-    text = text_of(entry.get("text") or "▫").replace("\r", "").replace("\n", "<u>↵</u><br>")
+    text = text_of(entry.get("text") or "▫").replace("\n", "<u>↵</u><br>")
     return f'<span class="t {part}{" hit" * hit}" title="{text_of(", ".join(notes))}">{text}</span>'
 
 
@@ -159,9 +160,17 @@ def sample_text(sample: dict) -> str:
     count = f"{len(tokens):,} tokens"
     if judged:
         hits = sum(1 for accepted in judged if accepted > 0)
-        count += f", {hits:,} of {len(judged):,} written ones drafted and accepted ({100 * hits / len(judged):.0f} %)"
+        count += f", {hits:,} of {len(judged):,} written ones drafted and accepted ({100 * hits / len(judged):.0f}%)"
     rest = len(tokens) - SHOWN_TOKENS
     more = f"<p class='note'>… and {rest:,} more tokens</p>" if rest > 0 else ""
     flow = "".join(token(entry) for entry in tokens[:SHOWN_TOKENS])
     name = f"<h3>{text_of(sample.get('id', '–'))} <small>{count}</small></h3>"
     return f'{name}<div class="text" dir="auto">{flow}</div>{more}'
+
+
+def samples_section(samples: list[dict]) -> str:
+    key = "".join(f'<span><span class="t {part}">{part}</span></span>' for part in PARTS)
+    key += '<span><span class="t hit">drafted and accepted</span></span>'
+    texts = [sample_text(sample) for sample in samples] or ["<p class='empty'>no data yet</p>"]
+    sentence = "Held-out text as the target wrote it; an engine would have taken the underlined tokens from the draft."
+    return section("Samples", sentence, f'<p class="key">{key}</p>', *texts)

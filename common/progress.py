@@ -36,6 +36,10 @@ class Progress:
             self.bar.set_postfix_str(self.facts, refresh=False)
             self.bar.update(count)
 
+    def resize(self, total: int) -> None:
+        """Correct the total when more or less turns out to be there."""
+        self.total = self.bar.total = total
+
     def _line(self) -> None:
         self.last_line = time.monotonic()
         elapsed = self.last_line - self.started

@@ -1,7 +1,7 @@
-"""Questions out of Hugging Face data sets or local files: every chat schema in use, cleaned and numbered.
+"""Questions out of Hugging Face data sets or local files, cleaned and numbered.
 
-A row becomes a `Question`: the messages of its first generation prompt and, for `turns = "all"`, the user turns that
-follow. Rows that cannot be asked raise `Unusable` with the reason, so that the caller counts them: none vanishes.
+A row becomes a `Question`: the messages of its first generation prompt and, for `turns = "all"`, the messages before
+each later reply. Rows that cannot be asked come out as `Skipped` with the reason: none vanishes.
 """
 
 import json
@@ -11,20 +11,15 @@ from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, field
 from pathlib import Path
 
+from common.chat import canonical
 from common.config import Questions
 from common.errors import UserError
+from common.schemas import Unusable, chat_messages
 from common.storage import digest
 
-ROLES = {
-    "system": "system", "developer": "system",
-    "human": "user", "user": "user", "prompter": "user",
-    "gpt": "assistant", "assistant": "assistant", "model": "assistant", "chatgpt": "assistant", "bot": "assistant",
-    "tool": "tool", "function": "tool", "observation": "tool", "function_response": "tool",
-}  # fmt: skip
-
-
-class Unusable(Exception):
-    """A row that cannot be asked; the message is the reason that is counted."""
+SHUFFLE_BUFFER_ROWS = 10_000
+DUPLICATE = "duplicate"
+LOCAL_FILES = (".jsonl", ".json", ".parquet")
 
 
 @dataclass(frozen=True)
@@ -33,7 +28,7 @@ class Question:
 
     key: str
     messages: list[dict]  # up to the first reply
-    followups: list[list[dict]] = field(default_factory=list)  # the user turns before each later reply
+    followups: list[list[dict]] = field(default_factory=list)  # what stands before each later reply
     source: dict = field(default_factory=dict)  # dataset, split, row
 
 
@@ -43,99 +38,91 @@ class Skipped:
 
     row: int
     reason: str
+    detail: str = ""
 
 
-def read_questions(settings: Questions) -> Iterator[Question | Skipped]:
-    """Questions in the order of `shuffle_seed`, duplicates by content once; unusable rows as `Skipped`."""
-    seen = set()
-    for row, value in _rows(settings):
-        source = {"dataset": settings.dataset, "split": settings.split, "row": row}
-        try:
-            question = to_question(value, settings, source)
-        except Unusable as reason:
-            yield Skipped(row, str(reason))
-            continue
-        if question.key in seen:
-            yield Skipped(row, "duplicate")
-            continue
-        seen.add(question.key)
-        yield question
+class QuestionStream:
+    """Questions in the order of `shuffle_seed`, duplicates by content once; unusable rows as `Skipped`.
+
+    `rows`: how many rows there are; None for a stream, which nobody has counted.
+    """
+
+    def __init__(self, settings: Questions):
+        self.settings = settings
+        self.rows, self._iterator = _open_rows(settings)
+
+    def __iter__(self) -> Iterator[Question | Skipped]:
+        seen: set[int] = set()  # 64 bits of hash as a number: a third of the memory of the hex text
+        for row, value in self._iterator:
+            source = {"dataset": self.settings.dataset, "split": self.settings.split, "row": row}
+            try:
+                question = to_question(value, self.settings, source)
+            except Unusable as error:
+                yield Skipped(row, error.reason, error.detail)
+                continue
+            number = int(question.key, 16)
+            if number in seen:
+                yield Skipped(row, DUPLICATE)
+                continue
+            seen.add(number)
+            yield question
 
 
 def to_question(row, settings: Questions, source: dict) -> Question:
     """The question of one data set row; raises Unusable."""
-    messages = clean_messages(row)
-    while messages and messages[0]["role"] == "assistant":  # a greeting before the first question asks nothing
-        messages = messages[1:]
+    if row is None:
+        raise Unusable("not JSON")
+    messages = chat_messages(row, first_turn_only=settings.turns == "first")
+    asked = next((at for at, message in enumerate(messages) if message["role"] == "user"), len(messages))
+    greetings = [at for at in range(asked) if messages[at]["role"] == "assistant"]  # they answer nothing
+    messages = [message for at, message in enumerate(messages) if at not in greetings]
     if settings.system_prompt and not (messages and messages[0]["role"] == "system"):
         messages = [{"role": "system", "content": settings.system_prompt}, *messages]
-    prompts: list[list[dict]] = [[]]
-    for message in messages:
-        if message["role"] == "assistant":
-            if prompts[-1]:
-                prompts.append([])
-        else:
-            prompts[-1].append(message)
-    prompts = [prompt for prompt in prompts if prompt]
-    if not prompts or not any(m["role"] == "user" for m in prompts[0]):
+    prompts = split_turns(messages)
+    if settings.turns == "first":
+        prompts = prompts[:1]
+    if not prompts or not any(message["role"] == "user" for message in prompts[0]):
         raise Unusable("no user turn")
     if any(m["role"] == "user" and not m["content"].strip() for prompt in prompts for m in prompt):
         raise Unusable("empty question")
-    if settings.turns == "first":
-        prompts = prompts[:1]
-    key = digest([[(m["role"], m["content"]) for m in prompt] for prompt in prompts])[:16]
-    return Question(key, prompts[0], prompts[1:], source)
+    return Question(digest([[_essence(m) for m in prompt] for prompt in prompts])[:16], prompts[0], prompts[1:], source)
 
 
-def clean_messages(row) -> list[dict]:
-    """Chat messages (`role`, `content` as text) of a row in any schema in use; raises Unusable."""
-    if isinstance(row, str):
-        return [{"role": "user", "content": row}]
-    if not isinstance(row, dict):
-        raise Unusable("not an object")
-    for key in ("conversations", "messages", "conversation", "prompt", "chosen"):
-        if isinstance(row.get(key), list):
-            return [_message(item) for item in row[key]]
-    if isinstance(row.get("instruction"), str):
-        text = "\n\n".join(filter(None, (row["instruction"], row.get("input"))))
-        system = row.get("system")
-        return ([{"role": "system", "content": system}] if system else []) + [{"role": "user", "content": text}]
-    for key in ("prompt", "question", "query", "text"):
-        if isinstance(row.get(key), str):
-            return [{"role": "user", "content": row[key]}]
-    raise Unusable("no known chat column")
+def split_turns(messages: list[dict]) -> list[list[dict]]:
+    """The messages before each reply that the target shall write, the replies themselves left out.
+
+    An assistant turn with tool calls is no reply but context: its tool's results answer that very call. The last turn
+    of a chat is always the target's, even where it was a call.
+    """
+    prompts: list[list[dict]] = [[]]
+    for message in messages:
+        if message["role"] == "assistant" and not message.get("tool_calls"):
+            prompts.append([])
+        else:
+            prompts[-1].append(message)
+    while prompts[-1] and prompts[-1][-1]["role"] == "assistant":
+        prompts[-1].pop()
+    return [prompt for prompt in prompts if prompt]
 
 
-def _message(item) -> dict:
-    if not isinstance(item, dict):
-        raise Unusable("a turn is not an object")
-    role = ROLES.get(str(item.get("role") or item.get("from") or "").lower())
-    if role is None:
-        raise Unusable(f"unknown role {item.get('role') or item.get('from')!r}")
-    if role == "tool" or item.get("tool_calls"):
-        raise Unusable("tool turns")
-    content = item.get("content", item.get("value"))
-    if isinstance(content, list):
-        if not all(isinstance(part, dict) and isinstance(part.get("text"), str) for part in content):
-            raise Unusable("content that is not text")
-        content = "".join(part["text"] for part in content)
-    if content is None:
-        content = ""
-    if not isinstance(content, str):
-        raise Unusable("content that is not text")
-    return {"role": role, "content": content}
+def _essence(message: dict) -> list:
+    """What makes two messages the same question."""
+    calls = canonical(message).get("tool_calls")
+    return [message["role"], message["content"], *([calls] if calls else [])]
 
 
 # ---- rows ----
 
 
-def _rows(settings: Questions) -> Iterable[tuple[int, object]]:
+def _open_rows(settings: Questions) -> tuple[int | None, Iterator[tuple[int, object]]]:
+    """(how many rows, the rows with their numbers in the order of the seed); raises UserError where there are none."""
     path = Path(settings.dataset)
-    if path.suffix in (".jsonl", ".json", ".parquet"):
-        if not path.is_file():
-            raise UserError(f"questions.dataset: no such file: {path}")
-        reader = {".jsonl": _jsonl_rows, ".json": _json_rows, ".parquet": _hub_rows}[path.suffix]
-        return reader(settings)
+    if path.suffix in LOCAL_FILES and not path.is_file():
+        raise UserError(f"questions.dataset: no such file: {path}")
+    if path.suffix == ".jsonl":
+        return _jsonl_rows(path, settings.shuffle_seed)
+    if path.suffix == ".json":
+        return _json_rows(path, settings.shuffle_seed)
     return _hub_rows(settings)
 
 
@@ -149,44 +136,62 @@ def _order(count: int, seed: int) -> Iterable[int]:
     return order
 
 
-def _jsonl_rows(settings: Questions) -> Iterator[tuple[int, object]]:
-    """Rows by their line offsets: a shuffled file of any size costs eight bytes a line."""
+def _jsonl_rows(path: Path, seed: int) -> tuple[int, Iterator[tuple[int, object]]]:
+    """Rows by their line offsets: a shuffled file of any size costs eight bytes a line. Row 0 is line 1."""
     offsets = array("q")
-    with open(settings.dataset, "rb") as file:
+    with open(path, "rb") as file:
         at = 0
         for line in file:
-            if line.strip():
-                offsets.append(at)
+            offsets.append(at)
             at += len(line)
-        for row in _order(len(offsets), settings.shuffle_seed):
-            file.seek(offsets[row])
-            try:
-                yield row, json.loads(file.readline())
-            except (json.JSONDecodeError, UnicodeDecodeError):
-                yield row, None
+
+    def rows():
+        with open(path, "rb") as file:
+            for row in _order(len(offsets), seed):
+                file.seek(offsets[row])
+                line = file.readline()
+                if line.strip():
+                    yield row, _parsed(line)
+
+    return len(offsets), rows()
 
 
-def _json_rows(settings: Questions) -> Iterator[tuple[int, object]]:
+def _parsed(line: bytes):
     try:
-        rows = json.loads(Path(settings.dataset).read_text("utf-8"))
-    except (json.JSONDecodeError, UnicodeDecodeError) as error:
-        raise UserError(f"{settings.dataset}: not JSON ({error})") from None
+        return json.loads(line)
+    except (json.JSONDecodeError, UnicodeDecodeError, RecursionError):
+        return None
+
+
+def _json_rows(path: Path, seed: int) -> tuple[int, Iterator[tuple[int, object]]]:
+    try:
+        rows = json.loads(path.read_text("utf-8"))
+    except json.JSONDecodeError as error:
+        if error.msg == "Extra data":  # one object a line under the name .json, as ShareGPT's copies have it
+            return _jsonl_rows(path, seed)
+        raise UserError(f"{path}: not JSON ({error})") from None
+    except UnicodeDecodeError as error:
+        raise UserError(f"{path}: not JSON ({error})") from None
+    if isinstance(rows, dict):
+        rows = next((value for value in rows.values() if isinstance(value, list)), None)
     if not isinstance(rows, list):
-        raise UserError(f"{settings.dataset}: must be a list of conversations")
-    for row in _order(len(rows), settings.shuffle_seed):
-        yield row, rows[row]
+        raise UserError(f"{path}: must be a list of conversations")
+    return len(rows), ((row, rows[row]) for row in _order(len(rows), seed))
 
 
-def _hub_rows(settings: Questions) -> Iterator[tuple[int, object]]:
+def _hub_rows(settings: Questions) -> tuple[int | None, Iterator[tuple[int, object]]]:
     import datasets
 
+    name, split = settings.dataset, settings.split
+    files = {"data_files": name} if name.endswith(".parquet") else {}
     try:
-        if settings.dataset.endswith(".parquet"):
-            rows = datasets.Dataset.from_parquet(settings.dataset)
-        else:
-            rows = datasets.load_dataset(settings.dataset, split=settings.split)
+        rows = datasets.load_dataset("parquet" if files else name, split="train" if files else split,
+                                     streaming=settings.streaming, **files)  # fmt: skip
+        if settings.streaming and settings.shuffle_seed >= 0:
+            rows = rows.shuffle(seed=settings.shuffle_seed, buffer_size=SHUFFLE_BUFFER_ROWS)
     except Exception as error:  # the hub client raises a dozen kinds; each means that there are no questions
         reason = (str(error).strip() or type(error).__name__).splitlines()[0]
-        raise UserError(f"questions.dataset {settings.dataset!r} (split {settings.split!r}): {reason}") from None
-    for row in _order(len(rows), settings.shuffle_seed):
-        yield row, rows[row]
+        raise UserError(f"questions.dataset {name!r} (split {split!r}): {reason}") from None
+    if settings.streaming:
+        return None, enumerate(rows)
+    return len(rows), ((row, rows[row]) for row in _order(len(rows), settings.shuffle_seed))

@@ -9,13 +9,14 @@ rebuilds them, and the record says so. Text never becomes a control token, whate
 
 import re
 from dataclasses import dataclass
+from functools import cached_property
 from itertools import pairwise, takewhile
 from pathlib import Path
 
 from common.chat import canonical, clean_text, map_text, texts
 from common.config import Target
 from common.errors import UserError
-from common.kimi_tokenizer import build_tokenizer, find_vendor_files
+from common.kimi_tokenizer import FAST, build_tokenizer, find_file, find_vendor_files
 
 GENERATION_TAIL = 8  # tokens at a prompt's end that can hold the opener and what a template prints after it
 PROBES = ([{"role": "user", "content": "One, two?"}], [{"role": "user", "content": "Say yes!"}])
@@ -44,7 +45,8 @@ class Protocol:
         self.thinking_argument = target.thinking_argument
         self.added = {token.content: id for id, token in tokenizer.added_tokens_decoder.items()}
         self.think_open = self._control("think_open", target.think_open, target.think_open_id)
-        self.think_close = self._control("think_close", target.think_close, target.think_close_id)
+        close = target.think_close if target.think_open else ""
+        self.think_close = self._control("think_close", close, target.think_close_id)
         self.end = self._control("end_token", target.end_token or tokenizer.eos_token, target.end_token_id)
         self.opener, self.closer = target.think_open, target.think_close
         self.tool_ids = frozenset(id for name, id in self.added.items() if TOOL_NAME in name)
@@ -85,6 +87,21 @@ class Protocol:
         return first[len(first) - common :]
 
     # ---- prompts ----
+
+    @cached_property
+    def renders_tools(self) -> bool:
+        """Whether the template prints tool calls and their results."""
+        call = {"id": "f:0", "type": "function", "function": {"name": "fname", "arguments": {"key": "argvalue"}}}
+        messages = [
+            {"role": "user", "content": "x"},
+            {"role": "assistant", "content": None, "tool_calls": [call]},
+            {"role": "tool", "content": "toolresult", "tool_call_id": "f:0"},
+        ]
+        try:
+            rendered = self._render([canonical(message) for message in messages], thinking=True)
+        except Unrenderable:
+            return False
+        return all(text in rendered for text in ("argvalue", "toolresult"))
 
     def template_arguments(self, thinking: bool) -> dict:
         """What a server must get as `chat_template_kwargs`; empty for a target that does not think."""
@@ -150,10 +167,8 @@ class Protocol:
         thinking = self.opener_in_prompt(prompt_ids)
         if body and self.think_open is not None and body[0] == self.think_open:
             body, thinking = body[1:], True
-        if not thinking:
-            return Reply([], body, False, ended)
-        if self.think_close not in body:
-            return Reply(body, [], False, ended)
+        if not thinking or self.think_close not in body:
+            return Reply(body, [], False, ended) if thinking else Reply([], body, False, ended)
         at = body.index(self.think_close)
         return Reply(body[:at], body[at + 1 :], True, ended)
 
@@ -194,6 +209,10 @@ class Protocol:
         """
         said = [self.decode(ids) for ids in (reply.reasoning_ids, reply.content_ids)]
         got = [reasoning or "", content or ""]
+        if not reasoning and (
+            reply.closed or not content
+        ):  # the server keeps the reasoning to itself: nothing to check
+            said[0] = ""
         if [text.strip() for text in said] == [text.strip() for text in got]:
             return None  # the usual case, thirty times faster than the rest
         said, got = ([self._blank.sub("", text) for text in side] for side in (said, got))
@@ -209,8 +228,7 @@ class Protocol:
 
     def stream(self, prompt_ids: list[int], output_ids: list[int], limit: int = 0) -> tuple[list[int], list[int]]:
         """(ids, loss mask) of a sample, cut to `limit` tokens: mask 1 exactly where the target wrote the token."""
-        ids = prompt_ids + output_ids
-        mask = [0] * len(prompt_ids) + [1] * len(output_ids)
+        ids, mask = prompt_ids + output_ids, [0] * len(prompt_ids) + [1] * len(output_ids)
         return (ids[:limit], mask[:limit]) if limit else (ids, mask)
 
     def check_stream(self, prompt_ids: list[int], output_ids: list[int], vocab_size: int) -> str | None:
@@ -225,13 +243,6 @@ class Protocol:
             return f"the opening token {self.think_open} stands twice at the border of prompt and reply"
         return None
 
-    def preview(self, prompt_ids: list[int], output_ids: list[int], colour: bool = True) -> str:
-        """A sample to look at: the prompt dim, what the target wrote plain, its control tokens bold."""
-        if not colour:
-            return self.decode(prompt_ids) + " | " + self.decode(output_ids)
-        wrote = self._markers.sub(lambda marker: f"\033[1m{marker.group()}\033[22m", self.decode(output_ids))
-        return f"\033[2m{self.decode(prompt_ids)}\033[22m{wrote}"
-
 
 def load_protocol(target: Target, cache: Path | None = None) -> Protocol:
     """The protocol of a target from its tokenizer (hub name or folder); `cache`: the folder of a converted one."""
@@ -242,15 +253,17 @@ def load_protocol(target: Target, cache: Path | None = None) -> Protocol:
 
 
 def _load_tokenizer(name: str, target: Target):
-    from transformers import AutoTokenizer
+    """The tokenizer as it is on disk. AutoTokenizer, which imports torch, is for what has no tokenizer.json."""
+    import transformers
 
+    as_it_is = find_file(name, FAST, target.revision) is not None
+    kind = transformers.PreTrainedTokenizerFast if as_it_is else transformers.AutoTokenizer
+    code = {} if as_it_is else {"trust_remote_code": target.trust_remote_code}
     try:
-        tokenizer = AutoTokenizer.from_pretrained(
-            name, revision=target.revision or None, trust_remote_code=target.trust_remote_code
-        )
+        tokenizer = kind.from_pretrained(name, revision=target.revision or None, **code)
     except (OSError, ValueError) as error:
-        reason = str(error).strip().splitlines()[0]
-        raise UserError(f"no tokenizer at {name!r} ({reason}); set target.tokenizer to a folder or hub name") from None
+        said = str(error).strip().splitlines()[0]
+        raise UserError(f"no tokenizer at {name!r} ({said}); set target.tokenizer to a folder or hub name") from None
     if not tokenizer.is_fast:
         raise UserError(f"the tokenizer at {name!r} has no tokenizer.json; set target.tokenizer to one that has")
     if not tokenizer.chat_template:

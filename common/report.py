@@ -22,7 +22,7 @@ from common.charts import (
     smooth,
     thin,
 )
-from common.page import OVERLAYS, PARTS, document, facts_table, legend, sample_text, section, table, text_of
+from common.page import OVERLAYS, PARTS, document, facts_table, legend, samples_section, section, table, text_of
 from common.storage import write_text
 
 HEADLINE_K = "3"  # draft tokens a forward pass: what engines are mostly run with
@@ -31,6 +31,15 @@ ABOUT_LENGTH = (
     "Acceptance length is the number of tokens that the target gains per forward pass: one of its own plus the draft "
     "tokens it accepts; 1 means no speculation."
 )
+ABOUT_TABLE = (
+    "The walk counts as an engine does: draft k tokens, keep the accepted ones and one of the target's, go on after "
+    "them. Per position averages over every place to start; the last two columns are the floors to beat."
+)
+ABOUT_POSITIONS = (
+    "How often a draft survives up to its 1st, 2nd, … token; engines log this as the per-position acceptance rate, "
+    "and it shows where a larger k stops paying."
+)
+ABOUT_SAMPLES = "Prompt and reply together, in the target's tokens."
 
 
 # ---- reading metrics ----
@@ -56,11 +65,12 @@ def length_at(evaluation: dict | None, k: str, kind: str = "walk") -> float | No
 def shares(evaluation: dict | None, k: str) -> list[float]:
     """Share 0..1 of drafts whose 1st, 2nd ... token was accepted."""
     entry = ((evaluation or {}).get("walk") or {}).get(k) or {}
-    return [n / entry["drafts"] for n in entry.get("accepted") or [] if number(n) is not None and entry.get("drafts")]
+    drafts = number(entry.get("drafts"))
+    return [n / drafts for n in entry.get("accepted") or [] if number(n) is not None] if drafts else []
 
 
 def margin(evaluation: dict | None, k: str) -> float | None:
-    """Half width of the 95 % interval of an acceptance length; exact from the counts, with drafts as independent."""
+    """Half width of the 95% interval of an acceptance length; exact from the counts, with drafts as independent."""
     kept = shares(evaluation, k)
     variance = sum((2 * i + 1) * share for i, share in enumerate(kept)) - sum(kept) ** 2
     return 1.96 * math.sqrt(max(variance, 0) / evaluation["walk"][k]["drafts"]) if kept else None
@@ -87,7 +97,7 @@ def headline(own: dict | None, baselines: dict, k: str, step) -> str:
     named = [
         ("this draft", own),
         ("bigram table", baselines.get("bigram")),
-        ("before training", baselines.get("untrained")),
+        ("untrained draft", baselines.get("untrained")),
     ]
     bars = ""
     for name, evaluation in named:
@@ -99,22 +109,22 @@ def headline(own: dict | None, baselines: dict, k: str, step) -> str:
     bars += (
         f'<span></span><div class="scale"><span>1 = no speculation</span><span>{int(k) + 1} = all accepted</span></div>'
     )
-    number_text, half = fixed(length_at(own, k)), margin(own, k)
-    drafts = f" ± {fixed(half)} (95 %, {plain(own['walk'][k]['drafts'])} drafts)" if half is not None else ""
+    half = margin(own, k)
     where = f"checkpoint of step {plain(step, 9)}" if own else "no evaluation of the chosen step yet"
-    return (
-        f'<div class="hero"><div><div class="big" id="headline">{number_text}</div><p>tokens per target forward pass '
-        f'at k = {k}</p></div><div class="bars">{bars}</div><p class="note">Held-out text, {where}{drafts}. '
-        f"{ABOUT_LENGTH} The speed-up is smaller, because drafting takes time too.</p></div>"
-    )
+    where += "" if half is None else f"; ± {fixed(half)} at 95%, from {plain(own['walk'][k]['drafts'])} drafts"
+    note = f"Held-out text, {where}. {ABOUT_LENGTH} The speed-up is smaller, because drafting takes time too."
+    own_text = f'<div class="big" id="headline">{fixed(length_at(own, k))}</div>'
+    own_text += f"<p>tokens per target forward pass,<br>drafting k = {k} at a time</p>"
+    return f'<div class="hero"><div>{own_text}</div><div class="bars">{bars}</div><p class="note">{note}</p></div>'
 
 
 def strip(trains: list[dict], own: dict | None) -> str:
     """The run in a line."""
     last = trains[-1] if trains else {}
     speeds = [t["tokens_s"] for t in trains if number(t.get("tokens_s")) is not None]
-    minutes = None if number(last.get("seconds")) is None else last["seconds"] / 60
-    took = "–" if minutes is None else f"{minutes / 60:.1f} h" if minutes >= 90 else f"{minutes:.1f} min"
+    seconds = number(last.get("seconds"))
+    units = ((5400, 3600, "h"), (100, 60, "min"), (-math.inf, 1, "s"))
+    took = "–" if seconds is None else next(f"{seconds / u:.1f} {name}" for low, u, name in units if seconds >= low)
     outside = None if own is None else own.get("outside_vocab")
     items = [
         (plain(last.get("step")), "steps"),
@@ -132,16 +142,10 @@ def length_table(own: dict | None, baselines: dict, ks: list[str], main: str) ->
     rows = []
     for k in ks:
         half, kept = margin(own, k), shares(own, k)
-        rows.append(
-            [
-                k,
-                fixed(length_at(own, k)) + ("" if half is None else f" <small>± {fixed(half)}</small>"),
-                percent(sum(kept) / int(k) if kept else None),
-                fixed(length_at(own, k, "per_position")),
-                fixed(length_at(baselines.get("bigram"), k)),
-                fixed(length_at(baselines.get("untrained"), k)),
-            ]
-        )
+        walked = fixed(length_at(own, k)) + ("" if half is None else f" <small>± {fixed(half)}</small>")
+        floors = [fixed(length_at(baselines.get(name), k)) for name in ("bigram", "untrained")]
+        accepted = percent(sum(kept) / int(k) if kept else None)
+        rows.append([k, walked, accepted, fixed(length_at(own, k, "per_position")), *floors])
     head = [
         "draft tokens k",
         "acceptance length (walk)",
@@ -160,7 +164,7 @@ def position_chart(own: dict | None, ks: list[str]) -> str:
     for i, (share, before) in enumerate(zip(kept, [1, *kept], strict=False), 1):
         after = f", {percent(share / before)} of those with the one before" if i > 1 and before else ""
         columns.append(Column(str(i), [("c1", share, f"draft token {i}: {percent(share, 1)} of drafts{after}")]))
-    return column_chart(columns, "draft position", "accepted share of drafts", percent, percent, high=1)
+    return column_chart(columns, "draft position", "accepted share of drafts", percent, shares=True, high=1)
 
 
 def loss_section(trains: list[dict], evals: list[dict], mark) -> str:
@@ -170,9 +174,7 @@ def loss_section(trains: list[dict], evals: list[dict], mark) -> str:
         Series("training, smoothed", thin(smooth(raw)), "c1", dots=False),
         Series("held-out", points(evals, "loss"), "c6"),
     ]
-    sentence = (
-        "Weighted cross-entropy of the unrolled draft steps against the target; held-out should fall with training."
-    )
+    sentence = "Weighted sum of the draft steps' cross-entropy against the target; held-out should fall with training."
     chart = line_chart(series, "step", "loss (nats)", lambda v: fixed(v, 3), mark=mark)
     return section("Loss", sentence, legend(series[1:], lambda v: fixed(v, 3)), chart)
 
@@ -203,18 +205,14 @@ def acceptance_section(evals: list[dict], others: dict, ks: list[str], main: str
     return section("Acceptance over training", sentence, *body)
 
 
-def accuracy_section(trains: list[dict], evals: list[dict], mark) -> str:
-    lines = evals or trains
-    count = max((len(line.get("step_accuracy") or []) for line in lines), default=0)
-    series = [
-        Series(f"step {i + 1}", thin(points(lines, "step_accuracy", i)), spread(i, count), dots=bool(evals))
-        for i in range(count)
-    ]
+def accuracy_section(evals: list[dict], mark) -> str:
+    count = max((len(e.get("step_accuracy") or []) for e in evals), default=0)
+    series = [Series(f"step {i + 1}", points(evals, "step_accuracy", i), spread(i, count)) for i in range(count)]
     sentence = (
         "Share of held-out positions where each draft step proposes the token that the target wrote, "
         "given the true tokens before it; later steps build on the draft's own states."
     )
-    chart = line_chart(series, "step", "accuracy", lambda v: percent(v, 1), percent, low=0, mark=mark)
+    chart = line_chart(series, "step", "accuracy", lambda v: percent(v, 1), shares=True, low=0, mark=mark)
     return section("Accuracy of each draft step", sentence, legend(series, lambda v: percent(v, 1)), chart)
 
 
@@ -228,39 +226,23 @@ def optimizer_section(trains: list[dict]) -> str:
 
 
 def where_section(own: dict | None, main: str) -> str:
-    """Acceptance by part and by place, where the evaluation has them."""
-    parts, places = (own or {}).get("by_part") or {}, (own or {}).get("by_place") or []
-    charts = []
-    if parts:
-        ks = sorted({k for lengths in parts.values() for k in lengths or {}}, key=int)
-        columns = []
-        for part, lengths in parts.items():
-            colour = part if part in PARTS[:3] else "c2"
-            bars = [(colour, (lengths or {}).get(k), f"{part}, k = {k}") for k in ks]
-            columns.append(Column(part, bars))
-        charts.append(column_chart(columns, "part of the reply", "acceptance length by part", low=1, width=HALF))
-    if places:
-        columns = []
-        for place in places:
-            start, stop = (plain(place.get(name), 9) for name in ("from", "to"))
-            label = f"{start}–{stop}" if number(place.get("to")) is not None else f"{start}+"
-            hover = f"tokens {label}: {fixed(place.get('length'))} over {plain(place.get('starts'))} drafts"
-            columns.append(Column(label, [("c1", place.get("length"), hover)]))
-        charts.append(column_chart(columns, "tokens into the reply", "acceptance length by place", low=1, width=HALF))
-    sentence = f"Where in a reply the draft does well (k = {main}): thinking against answering, and early against late."
-    return (
-        section("Acceptance by part and place", sentence, f'<div class="pair">{"".join(charts)}</div>')
-        if charts
-        else ""
+    """Acceptance by part and by place, on one scale, where the evaluation has them."""
+    by_part, by_place = [], []
+    for part, lengths in ((own or {}).get("by_part") or {}).items():
+        colour = part if part in PARTS[:3] else "c2"
+        by_part.append(Column(part, [(colour, v, f"{part}, k = {k}: {fixed(v)}") for k, v in (lengths or {}).items()]))
+    for place in (own or {}).get("by_place") or []:
+        start, stop, length = plain(place.get("from"), 9), plain(place.get("to"), 9), place.get("length")
+        hover = f"tokens {start} to {stop}: {fixed(length)} over {plain(place.get('starts'))} drafts"
+        by_place.append(Column(start, [("c1", length, hover)]))
+    values = [value for column in by_part + by_place for _, value, _ in column.bars if number(value) is not None]
+    charts = "".join(
+        column_chart(columns, name, "acceptance length", low=1, high=max(values, default=2), width=HALF)
+        for columns, name in ((by_part, "part of the reply"), (by_place, "tokens into the reply, from"))
+        if columns
     )
-
-
-def samples_section(samples: list[dict]) -> str:
-    key = "".join(f'<span><span class="t {part}">{part}</span></span>' for part in PARTS)
-    key += '<span><span class="t hit">drafted and accepted</span></span>'
-    texts = [sample_text(sample) for sample in samples] or ["<p class='empty'>no data yet</p>"]
-    sentence = "Held-out token streams as the target wrote them; underlined tokens would have come from the draft."
-    return section("Samples", sentence, f'<p class="key">{key}</p>', *texts)
+    sentence = f"Where in a reply the draft does well (k = {main}): thinking or answering, early or late."
+    return section("Acceptance by part and place", sentence, f'<div class="pair">{charts}</div>') if charts else ""
 
 
 def write_report(
@@ -281,32 +263,25 @@ def write_report(
     mark = (step, f"chosen, step {plain(step, 9)}") if own else None
     title = facts.get("title") or "EAGLE-3 draft"
     target = f"<p class='dim'>EAGLE-3 draft for {text_of(facts['target'])}</p>" if facts.get("target") else ""
-    about_table = (
-        "The walk counts as an engine does: draft k tokens, keep the accepted ones and one of the target's, go on after "
-        "them; per position averages over every place to start; the last two columns are the floors to beat."
-    )
-    about_positions = (
-        "How often a draft survives up to its 1st, 2nd, … token; engines log this as the per-position acceptance rate, "
-        "and it shows where a larger k stops paying."
-    )
     names = (("draft", "Draft"), ("data", "Data"), ("train", "Training"), ("environment", "Environment"))
     tables = "".join(facts_table(label, facts[name]) for name, label in names if facts.get(name))
-    lengths = histogram(facts.get("lengths") or [], "tokens per sample", "samples")
+    lengths = [n for n in facts.get("lengths") or [] if number(n) is not None]
+    extent = f" Median {median(lengths):,.0f}, longest {max(lengths):,}." if lengths else ""
     body = [
         f"<header><h1>{text_of(title)}</h1>{target}</header>",
         headline(own, baselines, main, step),
         strip(trains, own),
-        section("Acceptance length by k", about_table, length_table(own, baselines, ks, main)),
+        section("Acceptance length by k", ABOUT_TABLE, length_table(own, baselines, ks, main)),
         section(
             f"Accepted share by draft position{f', k = {ks[-1]}' if ks else ''}",
-            about_positions,
+            ABOUT_POSITIONS,
             position_chart(own, ks),
         ),
         loss_section(trains, evals, mark),
         acceptance_section(evals, others or {}, ks, main, own, mark),
-        accuracy_section(trains, evals, mark),
+        accuracy_section(evals, mark),
         optimizer_section(trains),
-        section("Length of the training samples", "Prompt and reply together, in the target's tokens.", lengths),
+        section("Length of the training samples", ABOUT_SAMPLES + extent, histogram(lengths, "tokens", "samples")),
         where_section(own, main),
         samples_section(samples),
         section("Facts", "What this run was made of.", f'<div class="facts">{tables}</div>') if tables else "",

@@ -105,7 +105,7 @@ class ShardWriter:
         """Copy the sequences that came into a shard without the dropped ones."""
         os.close(self.file)
         kept = [stream for i, stream in enumerate(self.streams) if i not in self.lost]
-        os.rename(self.temporary, whole := self.temporary.with_suffix(".whole"))
+        os.rename(self.temporary, whole := self.temporary.with_name(f"{self.temporary.name}.whole"))
         try:
             if not kept:
                 return False
@@ -147,6 +147,8 @@ class Shard:
             self.metadata = {key: json.loads(value) for key, value in self.file.metadata().items()}
             self.facts: list[dict] = self.metadata.pop("sequences")
             self.offsets: list[int] = self.file.get_tensor("offsets").tolist()
+            if self.metadata["format"] != FORMAT_VERSION or len(self.offsets) != len(self.facts) + 1:
+                raise ValueError(f"format {self.metadata['format']}, {len(self.facts)} sequences")
         except (SafetensorError, OSError, KeyError, ValueError, AttributeError) as error:
             raise UserError(f"{path}: not a shard of this project ({error}); `02 --verify` re-extracts it") from None
 

@@ -131,10 +131,14 @@ def open_stage(folder: Path, stage: str, fingerprint: dict, settings: dict, fres
     `fresh` sets an existing folder aside under a new name and starts an empty one.
     """
     if fresh and folder.exists():
-        aside = folder.with_name(f"{folder.name}.before-{time.strftime('%Y%m%d-%H%M%S', time.gmtime())}")
+        stamp, number = time.strftime("%Y%m%d-%H%M%S", time.gmtime()), 1
+        while (aside := folder.with_name(f"{folder.name}.before-{stamp}" + f"-{number}" * (number > 1))).exists():
+            number += 1
         os.rename(folder, aside)
         print(f"{folder} set aside as {aside}")
     folder.mkdir(parents=True, exist_ok=True)
+    for leftover in folder.glob(".*.tmp-*"):  # of a killed process: the caller holds the stage's lock
+        leftover.unlink()
     if not (folder / MANIFEST).exists():
         manifest = Manifest(stage, fingerprint, settings)
         manifest.save(folder)
@@ -205,6 +209,12 @@ def repair_jsonl(path: Path) -> int:
 
 def read_jsonl(path: Path) -> Iterator[dict]:
     """The records of a JSONL file; raises UserError with file and line for one that does not parse."""
+    return (record for _, record in read_jsonl_at(path))
+
+
+def read_jsonl_at(path: Path) -> Iterator[tuple[int, dict]]:
+    """The same, each with the byte offset where it begins."""
+    at = 0
     with open(path, "rb") as file:
         for number, line in enumerate(file, 1):
             try:
@@ -214,10 +224,12 @@ def read_jsonl(path: Path) -> Iterator[dict]:
                 raise UserError(f"{path}:{number}: {torn}") from None
             if not isinstance(record, dict):
                 raise UserError(f"{path}:{number}: a record must be a JSON object, not {type(record).__name__}")
-            yield record
+            yield at, record
+            at += len(line)
 
 
-def _json_line(record: dict) -> bytes:
+def json_line(record: dict) -> bytes:
+    """A record as one line of UTF-8, line feed included."""
     try:
         text = json.dumps(record, ensure_ascii=False, allow_nan=False).encode()
     except UnicodeEncodeError:  # a lone surrogate, which UTF-8 cannot hold but a JSON escape can
@@ -250,10 +262,14 @@ class JsonlParts:
             self.index, self.records = self.index + 1, 0
         if self.file is None:
             self.file = open(self.folder / f"{self.prefix}-{self.index:05d}.jsonl", "ab", buffering=0)  # noqa: SIM115
-        line = memoryview(_json_line(record))
+        line = memoryview(json_line(record))
         while line:  # a disk that is just full takes half a line; the next write raises
             line = line[self.file.write(line) :]
         self.records += 1
+
+    def handle_to_sync(self) -> int | None:
+        """A descriptor of the open part for `os.fsync` in another thread; the caller closes it."""
+        return os.dup(self.file.fileno()) if self.file is not None else None
 
     def close(self) -> None:
         """Make all appended records durable against a power cut too."""

@@ -7,6 +7,7 @@ not grow with the run.
 """
 
 import json
+import re
 from array import array
 from collections import Counter
 from collections.abc import Iterator
@@ -26,7 +27,7 @@ class Stream:
     id: str
     ids: array  # int32 [T]
     mask: array  # uint8 [T]
-    facts: dict = field(default_factory=dict)  # question, finish, ids_from, source, reasoning, temperature
+    facts: dict = field(default_factory=dict)  # question, finish, ids_from, source, reasoning, temperature, forced
 
     def __len__(self) -> int:
         return len(self.ids)
@@ -54,6 +55,7 @@ class StreamReader:
     def places(self, n: int | None) -> list[Place]:
         """The usable records in file order, the first `n` of them; raises UserError for a record that is malformed."""
         found: list[Place] = []
+        seen: set[str] = set()
         for path in sorted(self.folder.glob("part-*.jsonl")):
             offset = 0
             with open(path, "rb") as file:
@@ -61,9 +63,10 @@ class StreamReader:
                     if n is not None and len(found) >= n:
                         return found
                     record = _parse(path, number, line)
-                    problem = self._problem(record)
+                    problem = "its id stood before" if record["id"] in seen else self._problem(record)
+                    seen.add(record["id"])
                     if problem:
-                        self.rejected[problem] += 1
+                        self.rejected[re.sub(r"\d+", "N", problem)] += 1  # one line a reason, not one a length
                         self.rejects.append({"id": record["id"], "reason": problem})
                     else:
                         tokens = len(record["prompt_ids"]) + len(record["output_ids"])
@@ -88,13 +91,18 @@ class StreamReader:
                 raise UserError(f"{place.path} changed while it was read: {record['id']} stands where {place.id} stood")
             ids, mask = self.protocol.stream(record["prompt_ids"], record["output_ids"], self.max_tokens)
             reply = self.protocol.split(record["prompt_ids"], record["output_ids"])
+            sampling = record.get("sampling") or {}
+            forced = None  # the place of a closing token that the thinking budget wrote, not the target
+            if reply.closed and 0 < sampling.get("thinking_budget", 0) <= len(reply.reasoning_ids):
+                forced = len(record["prompt_ids"]) + record["output_ids"].index(self.protocol.think_close)
             facts = {
                 "question": record["source"].get("question", record["id"]),
                 "source": record["source"].get("dataset", ""),
                 "finish": record["finish_reason"],
                 "ids_from": record.get("ids_from", "server"),
                 "reasoning": len(reply.reasoning_ids),
-                "temperature": (record.get("sampling") or {}).get("temperature"),
+                "temperature": sampling.get("temperature"),
+                "forced": forced,
             }
             yield Stream(record["id"], array("i", ids), array("B", mask), facts)
 

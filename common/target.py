@@ -4,7 +4,6 @@ The model itself is never loaded here: of Kimi-K2.5's 595 GB, the final norm, th
 Torch is imported only where tensors are.
 """
 
-import json
 import re
 from dataclasses import dataclass
 from pathlib import Path
@@ -12,7 +11,7 @@ from pathlib import Path
 from common.config import Target
 from common.errors import UserError
 from common.protocol import require_model
-from common.storage import digest
+from common.storage import digest, read_json
 
 # The last part of the name decides, whatever the nesting (`language_model.model.norm.weight`, ...).
 NAMES = {
@@ -44,7 +43,7 @@ class TargetSizes:
 
 def read_sizes(target: Target) -> TargetSizes:
     """Sizes from config.json, nested (`text_config`) or not; raises UserError that names a missing key."""
-    config = json.loads(_file(target, "config.json").read_text("utf-8"))
+    config = _read_config(target)
     text = {**config, **config["text_config"]} if isinstance(config.get("text_config"), dict) else config
     try:
         return TargetSizes(
@@ -62,39 +61,56 @@ def read_sizes(target: Target) -> TargetSizes:
 def target_digest(target: Target) -> str:
     """A hash that changes with the target: its config and the names and sizes of its weight files."""
     files = sorted(Path(target.model).glob("*.safetensors*")) if Path(target.model).is_dir() else []
-    config = json.loads(_file(target, "config.json").read_text("utf-8"))
-    return digest([config, target.revision, [(f.name, f.stat().st_size) for f in files]])[:16]
+    return digest([_read_config(target), target.revision, [(f.name, f.stat().st_size) for f in files]])[:16]
 
 
 def read_tensors(target: Target, *wanted: str) -> dict:
     """Tensors by role (`lm_head` [V, H], `embedding` [V, H], `norm` [H]), as stored; a tied head is the embedding."""
-    from safetensors import safe_open
+    import torch
 
     sizes = read_sizes(target)
     files = _weight_map(target)
     tensors = {}
     for role in wanted:
         name = _find(files, "embedding" if role == "lm_head" and sizes.tied else role, target)
-        with safe_open(_file(target, files[name]), "pt") as shard:
+        with _open(_file(target, files[name])) as shard:
             tensor = shard.get_tensor(name)
+        if tensor.dtype not in (torch.bfloat16, torch.float16, torch.float32):  # fp8 counts as floating point
+            raise UserError(f"{name} of {target.model!r} is quantised ({tensor.dtype}); a plain one is needed")
         shape = (sizes.hidden_size,) if role == "norm" else (sizes.vocab_size, sizes.hidden_size)
         if tensor.ndim != len(shape) or tensor.shape[-1] != shape[-1] or tensor.shape[0] < shape[0]:
             raise UserError(f"{name} of {target.model!r} has shape {list(tensor.shape)}, expected {list(shape)}")
-        if not tensor.is_floating_point():
-            raise UserError(f"{name} of {target.model!r} is quantised ({tensor.dtype}); a plain head is needed")
         tensors[role] = tensor[: shape[0]]  # rows beyond the vocabulary are padding
     return tensors
 
 
 def _weight_map(target: Target) -> dict[str, str]:
     """Tensor name -> file, from the index, or from a checkpoint's single file."""
-    from safetensors import safe_open
-
     index = _file(target, "model.safetensors.index.json", required=False)
     if index is not None:
-        return json.loads(index.read_text("utf-8"))["weight_map"]
-    with safe_open(_file(target, "model.safetensors"), "pt") as shard:
+        value = read_json(index)
+        if not isinstance(value, dict) or not isinstance(value.get("weight_map"), dict):
+            raise UserError(f"{index}: not an index of safetensors, it has no weight_map")
+        return value["weight_map"]
+    with _open(_file(target, "model.safetensors")) as shard:
         return dict.fromkeys(shard.keys(), "model.safetensors")
+
+
+def _read_config(target: Target) -> dict:
+    config = read_json(path := _file(target, "config.json"))
+    if not isinstance(config, dict):
+        raise UserError(f"{path}: config.json must be a JSON object")
+    return config
+
+
+def _open(path: Path):
+    """A safetensors file, mapped; raises UserError when it is damaged."""
+    from safetensors import SafetensorError, safe_open
+
+    try:
+        return safe_open(path, "pt")
+    except (SafetensorError, OSError) as error:
+        raise UserError(f"{path} cannot be read ({error}); fetch it again") from None
 
 
 def _find(files: dict[str, str], role: str, target: Target) -> str:

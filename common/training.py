@@ -35,6 +35,11 @@ class Ranks:
     def first(self) -> bool:
         return self.rank == 0
 
+    def wait(self) -> None:
+        """Until every rank is here."""
+        if self.world > 1:
+            dist.barrier()
+
     def sum(self, values: Tensor) -> Tensor:
         """The sum over all ranks, on the CPU."""
         if self.world == 1:

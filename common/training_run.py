@@ -12,13 +12,13 @@ from safetensors.torch import load_file
 from torch import Tensor, nn
 
 from common.checkpoint import checkpoints, load_checkpoint, prune, save_checkpoint
-from common.config import Settings
+from common.command_line import Settings
 from common.dataset import Index, Pack, Packs
 from common.draft import Draft
-from common.errors import SafetyStop
+from common.errors import SafetyStop, UserError
 from common.evaluation import HeldOut, bigram_floor, evaluate
 from common.progress import Progress, say
-from common.storage import Manifest, read_json, read_jsonl, write_text
+from common.storage import Manifest, read_json, read_jsonl, repair_jsonl, write_text
 from common.training import DTYPES, PackOrder, Ranks, draft_config, make_optimizer
 from common.ttt import StepResult, UnrolledStep
 from common.vocab import kept_tokens
@@ -31,6 +31,10 @@ class TrainingRun:
 
     def __init__(self, settings: Settings, dataset: Manifest, source: Path, states: Path, ranks: Ranks):
         self.settings, self.dataset, self.ranks = settings, dataset, ranks
+        if settings.train.packs_per_step % ranks.world:
+            raise UserError(
+                f"train.packs_per_step {settings.train.packs_per_step} must be a multiple of the ranks, {ranks.world}"
+            )
         s, facts = settings.train, read_json(source / "target.json")
         self.text, self.aux_layers, protocol = facts["text"], tuple(facts["aux_layers"]), facts["protocol"]
         vocab, target = load_file(source / "vocab.safetensors"), load_file(source / "target_head.safetensors")
@@ -137,9 +141,9 @@ class TrainingRun:
             kind="eval", step=self.step, epoch=round(self.step / self.steps_an_epoch, 4), **figures, seconds=seconds
         )
         length = figures["walk"][self.main_k]["length"] or 0.0
-        say(
-            f"  step {self.step}: held-out acceptance length {length:.3f} (k={self.main_k}), loss {figures['loss']:.3f}"
-        )
+        if self.ranks.first:
+            found = f"acceptance length {length:.3f} (k={self.main_k}), loss {figures['loss']:.3f}"
+            say(f"  step {self.step}: held-out {found}")
         if length <= self.best_length:
             return False
         self.best_length, self.best_step = length, self.step
@@ -158,6 +162,8 @@ class TrainingRun:
             say(f"  resumed from {found[-1].name}")
         if self.ranks.first:
             path = folder / "metrics.jsonl"
+            if path.exists():
+                repair_jsonl(path)
             kept = [line for line in self.metrics() if line["step"] <= self.step and found]
             write_text(path, "".join(json.dumps(line) + "\n" for line in kept))
 

@@ -6,11 +6,11 @@ Position i of a document with tokens x, target states l and mask m (1 where the 
     step s learns   softmax(target_head(target_norm(l_{i+1+s}))), the distribution of x_{i+2+s}
     P_s             {i : m_{i+1} .. m_{i+1+s} all 1 and i+2+s < T}
 
-What is computed where: keys and values of step 0 for every token, all else for the positions of P_0 only. P_0 is kept in
-order as rows 0..P-1, in runs of neighbours. Since i in P_s means that i .. i+s are neighbours in P_0, "s further on" is a
-shift by s rows: of the embedding half of the projections, of the target's distributions and of the tokens alike.
+What is computed where: keys and values of step 0 for every token, all else for the positions of P_0 only. P_0 is kept
+in order as rows 0..P-1, in runs of neighbours. Since i in P_s means that i .. i+s are neighbours in P_0, "s further on"
+is a shift by s rows: of the embedding half of the projections, of the target's distributions and of the tokens alike.
 
-Shapes: T tokens, P loss positions, K steps, H hidden, A aux states, V vocabulary, D draft vocabulary, N projected columns.
+Shapes: T tokens, P loss positions, K steps, H hidden, A aux states, V vocabulary, D draft vocabulary, N projections.
 """
 
 from dataclasses import dataclass, replace
@@ -20,11 +20,10 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from common.attention import Run, merged_attention
+from common.attention import Run, attention_kernel, merged_attention
 from common.draft import Draft, rope_frequencies
 from common.head_loss import argmax, head_loss
 from common.kernels import Weight, compile_bodies, keep_freed_memory, rms_norm, take_rows, wide
-
 
 TARGET_LOGITS = 32 * 1024 * 1024  # full-vocabulary logits at a time: 64 MiB in bf16
 
@@ -146,7 +145,7 @@ class UnrolledStep(nn.Module):
     @torch.no_grad()
     def targets(self, last_hidden: Tensor) -> Targets:
         """last_hidden [P, H] at i+1 -> the distributions of x_{i+2}: once a pack, shifted for every step."""
-        states = rms_norm(last_hidden.to(self.dtype), self.target_norm, self.target_norm_eps)
+        states, _ = rms_norm(last_hidden.to(self.dtype), self.target_norm, self.target_norm_eps)
         columns = self.draft.config.draft_vocab_size
         probabilities = states.new_empty((len(states) + self.steps - 1, columns))
         probabilities[len(states) :] = 0
@@ -184,23 +183,22 @@ class UnrolledStep(nn.Module):
         shifted = torch.cat([embedded_q, take_rows(embedded_kv, positions)], 1)
         shifted = F.pad(shifted, (0, 0, 0, self.steps - 1))  # [P+K-1, N]; rows shifted in from the padding are not live
 
-        state = draft.fuse(pack.aux_hidden.to(self.dtype), weights)
-        normed = layer.hidden_norm(state)
+        normed, state = layer.hidden_norm.beside(draft.fuse(pack.aux_hidden.to(self.dtype), weights))
         cos, sin = self._angles(places)
         keys, values = attention.keys_values(weights["hidden_kv"](normed, embedded_kv), cos, sin, weights)
         normed, state, places = take_rows(normed, positions), take_rows(state, positions), places[positions]
 
-        own, outputs = [], []
+        kernel, own, outputs = attention_kernel(runs, positions.device), [], []
         for step in range(self.steps):
             cos, sin = self._angles(places + step)
             if step == 0:
                 projected = weights["hidden_q"](normed, embedded_q)
             else:
-                normed = layer.hidden_norm(state)
+                normed, state = layer.hidden_norm.beside(state)
                 projected = weights["hidden_qkv"](normed, shifted[step : step + count])
                 own += attention.keys_values(projected[:, columns:], cos, sin, weights)
             queries = attention.queries(projected[:, :columns], cos, sin, weights)
-            heads = merged_attention(queries, keys, values, own, runs, attention.scale)
+            heads = merged_attention(queries, keys, values, own, kernel, attention.scale)
             residual = normed if draft.config.norm_before_residual else state
             state, output = draft.after_attention(heads, residual, weights)
             outputs.append(output)

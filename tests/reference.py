@@ -4,7 +4,7 @@ Slow and plain on purpose; imports nothing of ours. `p` maps a served checkpoint
 anything with the attributes of a served config (sizes, options, rope).
 
 Position i of a document x_0 .. x_{T-1} with aux states a, last states l, mask m (1 where the target wrote the token):
-    step 0 reads g_i = fc(a_i) and x_{i+1}; step s > 0 its own state of step s-1 at i and x_{i+1+s}, at rotary place i + s;
+    step 0 reads g_i = fc(a_i) and x_{i+1}; step s > 0 its own state of step s-1 at i and x_{i+1+s}; rotary place i + s;
     it sees the step-0 keys at places <= i of its document and its own position's keys of steps 1..s;
     it learns softmax(head(norm(l_{i+1+s}))), the distribution of x_{i+2+s};
     P_s = {i : m_{i+1} .. m_{i+1+s} all 1 and i+2+s < T}.

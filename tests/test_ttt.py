@@ -3,9 +3,9 @@
 import math
 
 import pytest
+import reference
 import torch
 
-import reference
 from common.draft import Draft, DraftConfig
 from common.ttt import Pack, UnrolledStep, loss_positions
 
@@ -83,7 +83,10 @@ class Case:
     def slow(self):
         names = dict(self.draft.named_parameters())
         p = {name: x.detach().clone().requires_grad_(x.requires_grad) for name, x in names.items()}
-        pack = {name: getattr(self.pack, name) for name in ("input_ids", "loss_mask", "aux_hidden", "last_hidden", "offsets")}
+        pack = {
+            name: getattr(self.pack, name)
+            for name in ("input_ids", "loss_mask", "aux_hidden", "last_hidden", "offsets")
+        }
         found = reference.unrolled_step(
             *(p, self.c),
             **pack,
@@ -107,7 +110,9 @@ class Case:
         torch.testing.assert_close(result.loss_sums, sums.detach(), rtol=tolerance, atol=tolerance)
         for name, gradient in gradients.items():
             wanted = torch.zeros_like(gradient) if expected[name] is None else expected[name]
-            torch.testing.assert_close(gradient, wanted, rtol=tolerance, atol=tolerance, msg=lambda m, n=name: f"{n}: {m}")
+            torch.testing.assert_close(
+                gradient, wanted, rtol=tolerance, atol=tolerance, msg=lambda m, n=name: f"{n}: {m}"
+            )
         found = {
             (s, int(i)): (bool(result.right_token[s, n]), bool(result.right_argmax[s, n]))
             for s in range(self.steps)
@@ -117,7 +122,7 @@ class Case:
         assert found == right
 
 
-@pytest.mark.parametrize("seed", range(12))
+@pytest.mark.parametrize("seed", range(40))
 def test_random_cases(seed):
     """Lengths, packings, masks, vocabularies, step counts, forms and options drawn together."""
     draw = torch.Generator().manual_seed(seed)
@@ -237,7 +242,7 @@ def test_case_22_prompt_border_and_right_edge():
 
 
 def test_case_23_prompt_length_does_not_change_the_average():
-    """The same answer after 10 and after 1,000 prompt tokens: with prompt keys that say nothing, equal loss per token."""
+    """The same answer after 10 and after 1,000 prompt tokens, attention silenced: equal loss per token."""
     losses = []
     for prompt in (10, 1000):
         pack = make_pack([40], 24, 7)
@@ -266,7 +271,9 @@ def test_case_29_packed_documents_do_not_see_each_other(form):
         mixed = Pack(*(x.clone() for x in tensors(other)), offsets=pack.offsets, ids=[])
         for mine, x in zip(tensors(mixed), tensors(pack), strict=True):
             mine[keep] = x[keep]
-        alone = Pack(*(x[keep].clone() for x in tensors(pack)), offsets=torch.tensor([0, len(pack.input_ids[keep])]), ids=[])
+        alone = Pack(
+            *(x[keep].clone() for x in tensors(pack)), offsets=torch.tensor([0, len(pack.input_ids[keep])]), ids=[]
+        )
         # loss on the kept document only: the other one's mask is off, but its tokens and states are there
         mixed.loss_mask = torch.zeros_like(mixed.loss_mask)
         mixed.loss_mask[keep] = True

@@ -55,7 +55,6 @@ class Engine(Protocol):
     concurrency: int
     model: str
     version: str
-    takes_ids: bool  # False: it tokenizes the rendered prompt itself, so that quoted control tokens become real ones
 
     async def __aenter__(self) -> "Engine": ...
 

@@ -7,7 +7,7 @@ sampling from the softmax), so that a reply depends on its request alone and not
 import asyncio
 
 import torch
-from transformers import AutoModelForCausalLM, LogitsProcessor, LogitsProcessorList, TopPLogitsWarper
+from transformers import AutoModelForCausalLM, LogitsProcessor, LogitsProcessorList, StoppingCriteria, TopPLogitsWarper
 from transformers.utils import logging
 
 from common.config import Target
@@ -45,7 +45,7 @@ class LocalEngine:
 
     def __init__(self, target: Target, protocol: Protocol, batch_size: int, device: str):
         self.target, self.protocol, self.concurrency, self.device = target, protocol, batch_size, device
-        self.model, self.version = target.model, ""
+        self.model, self.version, self.stopping = target.model, "", Stopping()
 
     async def __aenter__(self) -> "LocalEngine":
         import transformers
@@ -58,6 +58,10 @@ class LocalEngine:
 
     async def __aexit__(self, *error) -> None:
         self.worker.cancel()
+        self.stopping.asked = True  # Ctrl-C need not wait for the batch to end
+
+    async def wait_until_back(self, patience_s: float) -> bool:
+        return True  # in process, no request gets lost
 
     async def answer(self, request: Request, sampling: Sampling) -> Answer:
         future = asyncio.get_running_loop().create_future()
@@ -104,7 +108,7 @@ class LocalEngine:
         output = self.network.generate(
             ids.to(self.network.device),
             attention_mask=mask.to(self.network.device),
-            max_new_tokens=sampling.max_tokens,
+            max_new_tokens=max(request.max_tokens for request in requests),
             do_sample=False,
             temperature=None,
             top_p=None,
@@ -112,25 +116,36 @@ class LocalEngine:
             eos_token_id=end,
             pad_token_id=end,
             logits_processor=processors,
+            stopping_criteria=[self.stopping],
         )
         return [
             self._answer(r, row.tolist()) for r, row in zip(requests, output[:, width:].cpu(), strict=True)
         ]  # fmt: skip
 
     def _answer(self, request: Request, ids: list[int]) -> Answer:
+        ids = ids[: request.max_tokens]
         end = self.protocol.end
         output_ids = ids[: ids.index(end) + 1] if end in ids else ids
         reply = self.protocol.split(request.prompt_ids, output_ids)
-        thought = reply.closed or not reply.content_ids
         return Answer(
             finish_reason="stop" if reply.ended else "length",
             prompt_ids=request.prompt_ids,
             output_ids=output_ids,
-            reasoning=self.protocol.decode(reply.reasoning_ids) if thought else None,
-            content=self.protocol.decode(reply.content_ids) if reply.closed or reply.content_ids else None,
+            reasoning=self.protocol.decode(reply.reasoning_ids) or None,
+            content=self.protocol.decode(reply.content_ids) or None,
             reasoning_field="ids" if reply.reasoning_ids else "",
             usage={"prompt_tokens": len(request.prompt_ids), "completion_tokens": len(output_ids)},
+            server=self.version,
         )
+
+
+class Stopping(StoppingCriteria):
+    """Ends a batch early once that is asked for; its replies are thrown away then."""
+
+    asked = False
+
+    def __call__(self, input_ids, scores, **_):
+        return torch.full((input_ids.shape[0],), self.asked, device=input_ids.device)
 
 
 class GumbelSampling(LogitsProcessor):

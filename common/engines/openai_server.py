@@ -23,6 +23,7 @@ CONNECT_TIMEOUT_S = 10.0
 POLL_S = 1.0
 RETRIED = (408, 409, 425, 429)  # and every 5xx; other 4xx say that the request itself is wrong
 NEVER_ARRIVED = ("ConnectError", "ConnectTimeout")  # by name: which HTTP library the client wraps is its own affair
+KNOWN = ("model", "messages", "temperature", "top_p", "max_tokens", "seed")  # arguments that the client has itself
 VERSION_PAGES = {"vLLM": "/version", "SGLang": "/get_server_info"}
 
 
@@ -39,8 +40,6 @@ class Server:
 
 class OpenAIServers:
     """Answers requests by asking the reachable server with the fewest requests in flight."""
-
-    takes_ids = False
 
     def __init__(self, settings: Generate, protocol: Protocol):
         self.settings, self.protocol, self.concurrency = settings, protocol, settings.concurrency
@@ -102,9 +101,9 @@ class OpenAIServers:
             "seed": request.seed,
             "return_token_ids": True,
         }
-        arguments = self.protocol.template_arguments(sampling.thinking)
-        if arguments:
-            body["chat_template_kwargs"] = arguments
+        template_arguments = self.protocol.template_arguments(sampling.thinking)
+        if template_arguments:
+            body["chat_template_kwargs"] = template_arguments
         if sampling.thinking and sampling.thinking_budget:
             body["thinking_token_budget"] = sampling.thinking_budget
         return body
@@ -116,8 +115,10 @@ class OpenAIServers:
         server = min(self.servers, key=lambda server: (server.down, server.in_flight))
         server.in_flight += 1
         try:
-            raw = await create(server.client, self.body(request, sampling))
-            return read_reply(raw.text, self.protocol, server.version)
+            arguments = arguments_of(self.body(request, sampling))
+            raw = await server.client.chat.completions.with_raw_response.create(**arguments)
+            opened = self.protocol.opener_in_prompt(request.prompt_ids)
+            return read_reply(raw.text, self.protocol, opened, server.version)
         except openai.APIStatusError as error:
             retry = error.status_code in RETRIED or error.status_code >= 500
             raise EngineError(_said(error), retry, retry_after(error.response.headers)) from None
@@ -162,13 +163,11 @@ class OpenAIServers:
         return True
 
 
-async def create(client, body: dict):
-    """POST a chat completion through the openai client and return its raw response. What the client has no argument
-    for goes through `extra_body`, which lands at the top level of the JSON."""
-    known = ("model", "messages", "temperature", "top_p", "max_tokens", "seed")
-    extra = {key: value for key, value in body.items() if key not in known}
-    arguments = {key: body[key] for key in known if key in body}
-    return await client.chat.completions.with_raw_response.create(**arguments, extra_body=extra)
+def arguments_of(body: dict) -> dict:
+    """A JSON body as arguments of the openai client. What it has no argument for goes through `extra_body`, which lands
+    at the top level of the JSON: where a server looks for template arguments."""
+    known = {key: body[key] for key in KNOWN if key in body}
+    return known | {"extra_body": {key: value for key, value in body.items() if key not in KNOWN}}
 
 
 def api_root(url: str) -> str:

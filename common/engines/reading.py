@@ -13,15 +13,18 @@ REASONING_FIELDS = ("reasoning", "reasoning_content")  # vLLM 0.16 and newer; SG
 FINISHED = ("stop", "length", "tool_calls", "function_call", "content_filter")
 
 
-def read_reply(text: str, protocol: Protocol, server: str = "") -> Answer:
-    """The answer in a chat completion's raw body; raises EngineError for a body that is none."""
+def read_reply(text: str, protocol: Protocol, opened: bool, server: str = "") -> Answer:
+    """The answer in a chat completion's raw body; raises EngineError for a body that is none.
+
+    `opened`: the prompt leaves the reasoning open, so that markers in the content are the target's own.
+    """
     try:
         body = json.loads(text)
         choice = body["choices"][0]
         message = choice["message"]
         finish_reason = choice["finish_reason"]
         content = message.get("content")
-        fields = {str(name): _kind(value) for name, value in message.items()}
+        fields = field_kinds(message)
     except (ValueError, KeyError, IndexError, TypeError, AttributeError):
         raise EngineError(_no_reply(text), retry=True) from None
     if finish_reason not in FINISHED:  # "abort", "error" or nothing: the server gave up on this one
@@ -30,9 +33,9 @@ def read_reply(text: str, protocol: Protocol, server: str = "") -> Answer:
         raise EngineError(f"the content is no text but {_kind(content)}", retry=False)
     field = next((name for name in REASONING_FIELDS if _is_text(message.get(name))), "")
     reasoning = message.get(field)
-    if not field and content and protocol.think_close is not None and _shows_reasoning(content, protocol):
+    if not field and content and opened and _shows_reasoning(content, protocol):
         field = "content"
-        reasoning, content = protocol.split_text(content, opened=True)
+        reasoning, content = protocol.split_text(content, opened)
     usage = body.get("usage")
     return Answer(
         finish_reason=finish_reason,
@@ -52,12 +55,16 @@ def _shows_reasoning(content: str, protocol: Protocol) -> bool:
     return protocol.closer in content or content.lstrip().startswith(protocol.opener)
 
 
+def field_kinds(value: dict) -> dict[str, str]:
+    """What each field of a received object holds, in a word or two."""
+    return {str(name): _kind(item) for name, item in value.items()}
+
+
 def _is_text(value) -> bool:
     return isinstance(value, str) and bool(value)
 
 
 def _kind(value) -> str:
-    """What a field holds, in a word or two."""
     if value is None:
         return "null"
     if isinstance(value, str):

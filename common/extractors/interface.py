@@ -16,4 +16,7 @@ class Extractor(Protocol):
 
     description: str
 
+    def probe(self, stream: Stream) -> None:
+        """Assert with one short request that the states are this config's; raises UserError."""
+
     def states(self, streams: Iterable[Stream]) -> Iterator[tuple[Stream, States | ExtractError]]: ...

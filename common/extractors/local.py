@@ -33,6 +33,9 @@ class LocalExtractor:
         self.device = self.model.device
         self.description = f"transformers in process on {self.device}, batches of {self.batch_tokens} tokens"
 
+    def probe(self, stream: Stream) -> None:
+        """Nothing to ask: the model was built from this config's own files."""
+
     def states(self, streams: Iterable[Stream]) -> Iterator[tuple[Stream, States | ExtractError]]:
         """States of each stream; a window of streams is sorted by length so that batches waste little padding."""
         streams = iter(streams)

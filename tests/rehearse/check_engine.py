@@ -1,9 +1,10 @@
-"""Does a real vLLM do, with the tiny Kimi, what the pipeline counts on? Prints ok or FAILED a fact, exits 1 on a failure.
+"""Does a real vLLM do, with the tiny Kimi, what the pipeline counts on? Prints ok or FAILED; exits 1 on a failure.
 
-    python -m tests.rehearse.check_engine --work FOLDER [--train-steps 300] [--tensor-parallel 1 2]
+    python -m tests.rehearse.check_engine --work FOLDER [--train-steps 200] [--tensor-parallel 1 2]
 
-One server answers chats (reasoning, exact token ids, thinking budget, instant mode); one server for each tensor-parallel
-size extracts hidden states, which are compared with transformers' own. About a minute a server on two cores.
+One server answers chats (reasoning, exact token ids, thinking budget, instant mode) and is killed; one server for each
+tensor-parallel size extracts hidden states, which are compared with transformers' own. About a minute a server on two
+cores.
 """
 
 import argparse
@@ -11,17 +12,19 @@ import fcntl
 import json
 import os
 import sys
-import time
 import urllib.request
 from concurrent.futures import ThreadPoolExecutor
+from itertools import accumulate, islice
 from pathlib import Path
 
 import torch
+import transformers
 from safetensors.torch import load_file
 from transformers import AutoTokenizer, Kimi_K25ForConditionalGeneration
 
-from tests.rehearse.server import VllmServer
+from tests.rehearse.server import VllmServer, living_processes
 from tests.rehearse.tiny_kimi import build_checkpoint
+from tests.rehearse.tiny_kimi_training import docstrings
 
 THINK, END_THINK, IM_END = 163_606, 163_607, 163_586
 LAYER_IDS = [1, 3, 5, 6]  # as vLLM counts: k is the input of layer k; 6, the number of layers, is before the final norm
@@ -76,8 +79,8 @@ def check_chat(check: Checks, server: VllmServer, model: Path) -> None:
     check("thinking_token_budget 4: </think> is the fifth token", output[4] == END_THINK, output[:6])
     parts = choice["message"]["reasoning"], choice["message"]["content"]
     check("reasoning is what is before it", parts[0] == tokenizer.decode(output[:4]), repr(parts[0]))
-    answer = tokenizer.decode(output[5:], skip_special_tokens=True)
-    check("content is what is after it", (parts[1] or "").strip() == answer.strip(), repr((parts[1] or "")[:60]))
+    answer = tokenizer.decode(output[5:], skip_special_tokens=True).replace("</think>", "")
+    check("content is what is after it, less further </think>", (parts[1] or "") == answer, repr(answer[:60]))
 
     _, choice = chat(server, model, max_tokens=3)
     message = choice["message"]
@@ -96,17 +99,10 @@ def check_chat(check: Checks, server: VllmServer, model: Path) -> None:
 
 def check_kill(check: Checks, server: VllmServer) -> None:
     group = server.pid
+    workers = len(living_processes(group)) - 1
     server.kill()
-    time.sleep(0.2)
-    left = [pid for pid in filter(str.isdigit, os.listdir("/proc")) if process_group(int(pid)) == group]
-    check("kill() leaves none of the server's processes", not left, left or "")
-
-
-def process_group(pid: int) -> int | None:
-    try:
-        return os.getpgid(pid)
-    except ProcessLookupError:
-        return None
+    left = living_processes(group)
+    check("kill() ends the server and its workers", workers > 0 and not left, f"{workers} workers, {len(left)} left")
 
 
 def extraction_flags(storage: Path, tensor_parallel: int) -> list[str]:
@@ -141,66 +137,81 @@ def extract(server: VllmServer, model: Path, ids: list[int]) -> tuple[dict[str, 
         return load_file(path), there, held
 
 
-def reference_states(model: Path, prompts: list[list[int]]) -> list[torch.Tensor]:
-    """transformers' states in float32 for each prompt: [layers + 1, T, H]; index k is the input of layer k."""
-    kimi = Kimi_K25ForConditionalGeneration.from_pretrained(model, dtype=torch.float32).eval()
-    text = kimi.model.language_model
+def text_prompts(model: Path) -> list[list[int]]:
+    """Chats as the tiny Kimi knows them, one prompt for each of PROMPT_TOKENS. On tokens that it never saw, rounding
+    flips so many of the router's choices that the comparison would need a loose limit."""
+    tokenizer = AutoTokenizer.from_pretrained(model)
+    texts = [f"What does {module}.{name} do?{answer}" for module, name, answer in islice(docstrings(), 100)]
+    ids = tokenizer.encode("<|im_end|>".join(texts))
+    ends = list(accumulate(PROMPT_TOKENS))
+    return [ids[end - n : end] for end, n in zip(ends, PROMPT_TOKENS, strict=True)]
+
+
+def reference_states(model: Path, prompts: list[list[int]]) -> torch.Tensor:
+    """transformers' states, the prompts end to end: [layers + 1, all T, H]; index k is the input of layer k.
+
+    By hooks: the last entry of transformers' own `hidden_states` is taken after the final norm. In bfloat16, as the
+    engine computes: against float32 the same few flipped experts would be twice as many.
+    """
+    text = Kimi_K25ForConditionalGeneration.from_pretrained(model, dtype=torch.bfloat16).eval().model.language_model
+    states: list[torch.Tensor] = []
+    text.layers[0].register_forward_pre_hook(lambda _module, inputs: states.append(inputs[0][0]))
+    for layer in text.layers:
+        layer.register_forward_hook(lambda _module, _inputs, output: states.append(output[0]))
     found = []
-    with torch.no_grad():
-        for ids in prompts:
-            states = [
-                text.embed_tokens(torch.tensor(ids))
-            ]  # hooks, since the last of `hidden_states` is after the norm
-            hooks = [layer.register_forward_hook(lambda _m, _i, out: states.append(out[0])) for layer in text.layers]
+    for ids in prompts:
+        states.clear()
+        with torch.no_grad():
             text(input_ids=torch.tensor([ids]))
-            for hook in hooks:
-                hook.remove()
-            found.append(torch.stack(states))
-    return found
+        found.append(torch.stack(states).float())
+    return torch.cat(found, dim=1)
 
 
 def distance(a: torch.Tensor, b: torch.Tensor) -> float:
     return ((a - b).norm() / b.norm()).item()
 
 
-def check_extraction(check: Checks, server: VllmServer, model: Path, name: str) -> None:
-    generator = torch.Generator().manual_seed(0)
-    prompts = [torch.randint(163_584, (n,), generator=generator).tolist() for n in PROMPT_TOKENS]
+def check_extraction(
+    check: Checks, server: VllmServer, model: Path, name: str, prompts: list[list[int]], reference: torch.Tensor
+) -> None:
     with ThreadPoolExecutor(len(prompts)) as pool:
         replies = list(pool.map(lambda ids: extract(server, model, ids), prompts))
-    check(
-        f"{name}: the answer comes before the file, under a held lock",
-        all(held and not there for _, there, held in replies),
-    )
+    early = all(held and not there for _, there, held in replies)
+    check(f"{name}: the answer comes before the file, while the lock is held", early)
     files = [tensors for tensors, _, _ in replies]
-    check(f"{name}: token_ids are the prompt's", all(f["token_ids"].tolist() == p for f, p in zip(files, prompts)))
+    same_ids = all(f["token_ids"].tolist() == ids for f, ids in zip(files, prompts, strict=True))
+    check(f"{name}: token_ids are the prompt's", same_ids)
     shapes = [tuple(f["hidden_states"].shape) for f in files]
-    check(
-        f"{name}: one state a prompt token and layer id",
-        all(s[:2] == (n, len(LAYER_IDS)) for s, n in zip(shapes, PROMPT_TOKENS)),
-        shapes[-1],
-    )
+    expected = [(n, len(LAYER_IDS), reference.shape[-1]) for n in PROMPT_TOKENS]
+    check(f"{name}: one state a prompt token and layer id", shapes == expected, shapes)
     check(f"{name}: bfloat16", all(f["hidden_states"].dtype == torch.bfloat16 for f in files))
 
-    reference = torch.cat(reference_states(model, prompts), dim=1)  # [layers + 1, all T, H]
     states = torch.cat([f["hidden_states"].float() for f in files])  # [all T, layer ids, H]
     for column, k in enumerate(LAYER_IDS):
-        near = {j: distance(states[:, column], reference[j]) for j in (k - 1, k, k + 1) if j < len(reference)}
-        holds = near[k] < SAME and all(d > OTHER for j, d in near.items() if j != k)
-        check(f"{name}: id {k} is the input of layer {k}", holds, {j: round(d, 4) for j, d in near.items()})
+        found = states[:, column]
+        near = {f"id {j}": distance(found, reference[j]) for j in (k - 1, k, k + 1) if j < len(reference)}
+        near["next token"] = distance(found, reference[k].roll(1, dims=0))
+        own = near.pop(f"id {k}")
+        holds = own < SAME and min(near.values()) > OTHER
+        others = ", ".join(f"{other} {d:.2f}" for other, d in near.items())
+        check(f"{name}: id {k} is the input of layer {k}", holds, f"off by {own:.4f}; {others}")
 
 
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--work", type=Path, required=True, help="folder for the model, the logs and the states")
-    parser.add_argument("--train-steps", type=int, default=300, help="of the tiny Kimi, if it is not there yet")
+    parser.add_argument("--train-steps", type=int, default=200, help="of the tiny Kimi, if it is not there yet")
     parser.add_argument("--tensor-parallel", type=int, nargs="*", default=[1, 2], help="sizes to extract with")
     args = parser.parse_args()
+    transformers.logging.set_verbosity_error()  # the tiny Kimi has no vision tower: a page of warnings
+    transformers.logging.disable_progress_bar()
     work = args.work.resolve()
     model = work / "tiny-kimi"
     if not (model / "model.safetensors.index.json").exists():
         build_checkpoint(model, train_steps=args.train_steps)
 
+    prompts = text_prompts(model)
+    reference = reference_states(model, prompts)
     check = Checks()
     with VllmServer(model, work / "chat.log", "--language-model-only", "--reasoning-parser", "kimi_k2") as server:
         check_chat(check, server, model)
@@ -209,7 +220,7 @@ def main() -> int:
         threads = {"VLLM_CPU_OMP_THREADS_BIND": "|".join(map(str, range(size)))} if size > 1 else {}
         flags = extraction_flags(work / f"states-tp{size}", size)
         with VllmServer(model, work / f"extract-tp{size}.log", *flags, env=threads) as server:
-            check_extraction(check, server, model, f"TP {size}")
+            check_extraction(check, server, model, f"TP {size}", prompts, reference)
     print(f"{check.failed} failed" if check.failed else "all ok")
     return 1 if check.failed else 0
 

@@ -8,6 +8,7 @@ KIMI_EAGLE3_VLLM_PYTHON names. The server, its engine and its workers form one p
 test that started it, SIGKILL included, a guard process ends that group.
 """
 
+import contextlib
 import http.client
 import os
 import signal
@@ -93,26 +94,14 @@ class VllmServer:
 
     def stop(self) -> None:
         """SIGTERM, a grace period, then SIGKILL to what is left of the group. Harmless when not running."""
-        if self.process is None:
-            return
-        self.process.terminate()
-        try:
-            self.process.wait(STOP_TIMEOUT_S)
-        except subprocess.TimeoutExpired:
-            pass
-        self.kill()
+        self._end(signal.SIGTERM)
 
     def kill(self) -> None:
-        """SIGKILL to the server, its engine and its workers at once, as a crashed node would: nothing is flushed."""
-        if self.process is None:
-            return
-        try:
-            os.killpg(self.pid, signal.SIGKILL)
-        except ProcessLookupError:
-            pass  # the whole group had ended by itself
-        self.process.wait()
-        self._release_guard()
-        self.process = None
+        """SIGKILL to the server, its engine and its workers at once, as a crashed node would: nothing is flushed.
+
+        Returns when all of them have ended. Harmless when not running.
+        """
+        self._end(signal.SIGKILL)
 
     def restart(self) -> None:
         """Start again on the same port, after kill() or a running server's stop()."""
@@ -134,6 +123,25 @@ class VllmServer:
                 time.sleep(0.5)
         raise ServerDied(f"vLLM is not healthy after {START_TIMEOUT_S} s; {self.log} ends:\n{self.log_tail()}")
 
+    def _end(self, first: signal.Signals) -> None:
+        """Send `first`, wait, kill what still lives, and unlink the shared memory that vLLM leaves behind even when it
+        is asked to stop (400 MB a server)."""
+        if self.process is None:
+            return
+        shared = shared_memory(self.pid)
+        for sent in (first, signal.SIGKILL):
+            with contextlib.suppress(ProcessLookupError):  # the group may have ended by itself
+                os.killpg(self.pid, sent)
+            deadline = time.monotonic() + STOP_TIMEOUT_S
+            while self.process.poll() is None or living_processes(self.pid):
+                if time.monotonic() > deadline:
+                    break
+                time.sleep(0.05)
+        for path in shared:
+            path.unlink(missing_ok=True)
+        self._release_guard()
+        self.process = None
+
     def _release_guard(self) -> None:
         """End the guard before its pipe closes: the group's number may belong to someone else later."""
         self.guard.kill()
@@ -147,3 +155,24 @@ def free_port() -> int:
     with socket.socket() as probe:
         probe.bind(("127.0.0.1", 0))
         return probe.getsockname()[1]
+
+
+def living_processes(group: int) -> list[int]:
+    """Process ids in a process group, without those that have ended and wait to be reaped."""
+    found = []
+    for stat in Path("/proc").glob("[0-9]*/stat"):
+        with contextlib.suppress(FileNotFoundError, ProcessLookupError):  # ended while we looked
+            state, _parent, its_group = stat.read_text().rpartition(")")[2].split()[:3]  # after "pid (name)"
+            if int(its_group) == group and state != "Z":
+                found.append(int(stat.parent.name))
+    return found
+
+
+def shared_memory(group: int) -> set[Path]:
+    """The files under /dev/shm that processes of a group have mapped."""
+    found = set()
+    for pid in living_processes(group):
+        with contextlib.suppress(FileNotFoundError, ProcessLookupError):
+            lines = Path(f"/proc/{pid}/maps").read_text().splitlines()
+            found |= {Path(line.split(maxsplit=5)[5]) for line in lines if "/dev/shm/" in line}
+    return {path for path in found if path.exists()}  # most are unlinked, "(deleted)", while still mapped

@@ -4,11 +4,15 @@ The text is at hand on every machine: the docstrings of Python's standard librar
 
     <|im_user|>user<|im_middle|>What does os.path.join do?<|im_end|><|im_assistant|>assistant<|im_middle|><think>
     The question is about join in os.path. ...</think>Join two or more pathname components ...<|im_end|>
+
+and every fourth in the instant form, whose prompt ends in <think></think>. Questions of another kind are answered with
+near noise, often without a </think>: a form that a pipeline has to take as well.
 """
 
 import ast
 import random
 import sysconfig
+from collections import Counter
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -16,7 +20,9 @@ import torch
 import torch.nn.functional as F
 from transformers import AutoTokenizer, DeepseekV3ForCausalLM
 
-BATCH = 16  # chats a step
+BATCH = 8  # chats a step
+INSTANT_EVERY = 4
+COMMON = 10  # occurrences; a chat with a rarer token is left out, since so small a model never learns rare words
 CHAT_TOKENS = 96  # longer chats are left out, so that every chat that is learned has its end
 PEAK_LEARNING_RATE = 4e-3
 IGNORE = -100
@@ -35,21 +41,24 @@ def docstrings() -> Iterator[tuple[str, str, str]]:
 
 
 def chats(tokenizer) -> list[list[int]]:
-    """Token ids of every chat: generation prompt, reasoning, </think>, answer, <|im_end|>."""
+    """Token ids of every chat: generation prompt, reasoning and </think> unless instant, answer, <|im_end|>."""
     found = []
-    for module, name, answer in docstrings():
+    for number, (module, name, answer) in enumerate(docstrings()):
         question = [{"role": "user", "content": f"What does {module}.{name} do?"}]
-        prompt = tokenizer.apply_chat_template(question, tokenize=False, add_generation_prompt=True)
+        thinking = number % INSTANT_EVERY != 0
+        prompt = tokenizer.apply_chat_template(question, tokenize=False, add_generation_prompt=True, thinking=thinking)
         reasoning = f"The question is about {name} in {module}. Its documentation says what it does, so I repeat it."
-        found.append(tokenizer.encode(f"{prompt}{reasoning}</think>{answer}<|im_end|>"))
-    return [chat for chat in found if len(chat) <= CHAT_TOKENS]
+        reply = f"{reasoning}</think>{answer}" if thinking else answer
+        found.append(tokenizer.encode(f"{prompt}{reply}<|im_end|>"))
+    counts = Counter(i for chat in found for i in chat)
+    return [chat for chat in found if len(chat) <= CHAT_TOKENS and all(counts[i] >= COMMON for i in chat)]
 
 
 def teach(model: DeepseekV3ForCausalLM, tokenizer_folder: Path, steps: int) -> None:
     """Train `model` in place, float32 on the CPU, printing the loss in nats a token.
 
-    The text uses V' of Kimi's 163,840 tokens. Their embedding and head rows are cut out, trained and put back: the other
-    nine tenths get no gradient that matters, yet softmax and optimizer would cost ten times the layers.
+    The text uses V' of Kimi's 163,840 tokens. Their embedding and head rows are cut out, trained and put back: the
+    other nine tenths get no gradient that matters, yet softmax and optimizer would cost ten times the layers.
     """
     data = chats(AutoTokenizer.from_pretrained(tokenizer_folder))
     used = torch.tensor(sorted({i for chat in data for i in chat}))  # [V']

@@ -1,0 +1,132 @@
+"""What several test files share: the demo target and a tiny run of stages 01b to 03, made once for all workers."""
+
+import fcntl
+import os
+import shutil
+import subprocess
+import sys
+from contextlib import contextmanager
+from pathlib import Path
+
+os.environ["OMP_WAIT_POLICY"] = "PASSIVE"  # before torch: two workers share two cores, waiting threads must not spin
+sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
+
+import pytest
+from stages import DEMO, ROOT, run_process
+
+TINY_DATASET = ("--draft-vocab-size", 2048, "--holdout-share", 0.3, "--pack-tokens", 256)
+
+
+@contextmanager
+def locked(path: Path):
+    """Hold a file lock, so that one of pytest's workers builds what all of them use."""
+    path.parent.mkdir(parents=True, exist_ok=True)
+    with open(path, "w") as file:
+        fcntl.flock(file, fcntl.LOCK_EX)
+        yield
+
+
+@pytest.fixture(scope="session")
+def demo_target() -> Path:
+    """Folder of the re-labelled SmolLM2, relative to the repository's root; built when it is absent."""
+    folder = Path("runs/smollm2-thinking")
+    with locked(ROOT / "runs/.demo_target.lock"):
+        if not (ROOT / folder / "config.json").exists():
+            build = [sys.executable, "-m", "common.demo_target", str(folder)]
+            subprocess.run(build, cwd=ROOT, check=True, capture_output=True, text=True)
+    return folder
+
+
+@pytest.fixture(scope="session")
+def tiny_run(demo_target, tmp_path_factory, worker_id) -> Path:
+    """A run folder with stages 01b, 02 and 03 done on ten questions. Shared: change a `run_copy` only."""
+    return built_once("tiny_run", build_tiny_run, tmp_path_factory, worker_id)
+
+
+def build_tiny_run(folder: Path) -> None:
+    reply = ("--n", 10, "--max-tokens", 40, "--thinking-budget", 12, "--engine", "local")
+    for stage, flags in (("01", reply), ("02", ()), ("03", TINY_DATASET)):
+        done = run_process(stage, "--config", DEMO, "--run-dir", folder, *flags)
+        assert done.returncode == 0, f"stage {stage}: {done.stderr}\n{done.stdout}"
+
+
+def built_once(name: str, build, tmp_path_factory, worker_id) -> Path:
+    """A folder that `build(folder)` makes, once for all workers of this test run."""
+    base = tmp_path_factory.getbasetemp()
+    folder = (base if worker_id == "master" else base.parent) / name
+    with locked(folder.with_name(f"{name}.lock")):
+        if not folder.exists():
+            temporary = folder.with_name(f"{name}.tmp")
+            build(temporary)
+            temporary.rename(folder)
+    return folder
+
+
+@pytest.fixture(scope="session")
+def tiny_target(tmp_path_factory, worker_id) -> Path:
+    """Folder of a tokenizer with Kimi's chat form and a vocabulary of bytes: loads in milliseconds."""
+    from targets import build_tiny_target
+
+    return built_once("tiny_target", build_tiny_target, tmp_path_factory, worker_id)
+
+
+@pytest.fixture(scope="session")
+def tiny(tiny_target):
+    """Its protocol."""
+    from targets import tiny_protocol
+
+    return tiny_protocol(tiny_target)
+
+
+@pytest.fixture(scope="session")
+def kimi_folder(tmp_path_factory, worker_id) -> Path:
+    """Folder of Kimi's three tokenizer files with the real vocabulary."""
+    from targets import build_kimi
+
+    return built_once("kimi", build_kimi, tmp_path_factory, worker_id)
+
+
+@pytest.fixture(scope="session")
+def kimi(kimi_folder):
+    """The real Kimi vocabulary's protocol."""
+    from targets import kimi_protocol
+
+    return kimi_protocol(kimi_folder, kimi_folder.with_name("kimi_cache"))
+
+
+@pytest.fixture
+def run_copy(tiny_run, tmp_path):
+    """Copies the named stages of the tiny run into a run folder of this test's own."""
+
+    def copy(*stages: str) -> Path:
+        for stage in stages:
+            shutil.copytree(tiny_run / stage, tmp_path / "run" / stage)
+        return tmp_path / "run"
+
+    return copy
+
+
+@pytest.fixture(scope="session")
+def smollm2(demo_target):
+    """The demo target in bf16, loaded once a worker."""
+    from common.config import Target
+    from common.engines.local import load_model
+
+    os.chdir(ROOT)
+    return load_model(Target(model=str(demo_target)), "cpu")
+
+
+@pytest.fixture
+def root_folder(monkeypatch) -> Path:
+    """The repository's root as working directory: where config's relative paths mean something."""
+    monkeypatch.chdir(ROOT)
+    return ROOT
+
+
+@pytest.fixture(scope="session")
+def protocol(demo_target):
+    """The demo target's token protocol: <think> is 15, </think> 16, <|im_end|> 2."""
+    from common.config import Target
+    from common.protocol import load_protocol
+
+    return load_protocol(Target(str(ROOT / demo_target), think_open_id=15, think_close_id=16, end_token_id=2))

@@ -1,0 +1,173 @@
+"""Stage 04 as a whole: which checkpoint is served, what stops it, and that nothing stale is picked up."""
+
+import json
+import signal
+import subprocess
+import sys
+
+import pytest
+import tiny_training
+import torch
+from safetensors.torch import load_file
+from stages import DEMO, ROOT, SCRIPTS, only_error, run_here
+
+from common.export import check_export
+from common.shards import Shard
+from common.storage import Manifest
+
+FLAGS = ("--unrolled-steps", 2, "--learning-rate", 0.02, "--precision", "fp32", "--epochs", 1)
+
+
+@pytest.fixture(autouse=True)
+def signals():
+    """04 takes over two signals of the process that it runs in."""
+    before = {number: signal.getsignal(number) for number in (signal.SIGTERM, signal.SIGINT)}
+    yield
+    for number, handler in before.items():
+        signal.signal(number, handler)
+
+
+@pytest.fixture
+def run(tmp_path, demo_target):
+    return tiny_training.build(tmp_path / "run")
+
+
+def train(folder, *flags, **replaced) -> tuple[int, str, str]:
+    return run_here("04", "--config", DEMO, "--run-dir", folder, *FLAGS, *flags, **replaced)
+
+
+def metrics(folder, kind: str) -> list[dict]:
+    lines = map(json.loads, (folder / "04_draft/metrics.jsonl").read_text().splitlines())
+    return [line for line in lines if line["kind"] == kind]
+
+
+def exported(folder) -> dict:
+    return load_file(folder / "04_draft/export/model.safetensors")
+
+
+def test_case_24_nothing_stale_of_another_vocabulary(run):
+    """Same folder, draft vocabulary 16, then 32, then full: each refused with the difference, then made anew."""
+    for before, size in ((None, 16), (16, 32), (32, 0)):
+        tiny_training.build(run, draft_vocab_size=size)
+        if before:
+            code, _, stderr = train(run)
+            assert code == 2 and f"dataset.draft_vocab_size: {before} there, {size} now" in only_error(stderr)
+        code, _, stderr = train(run, "--fresh")
+        assert code == 0, stderr
+        tensors = exported(run)
+        assert len(tensors["lm_head.weight"]) == (size or tiny_training.VOCAB)
+        assert ("d2t" in tensors) == ("t2d" in tensors) == bool(size)
+        if size:
+            wanted = load_file(run / "03_dataset/vocab.safetensors")
+            assert all(torch.equal(tensors[name], wanted[name]) for name in ("d2t", "t2d"))
+        assert check_export(run / "04_draft/export") == []
+        assert len(metrics(run, "train")) == metrics(run, "train")[-1]["step"] == 5
+    assert len(list(run.glob("04_draft.before-*"))) == 2
+
+
+def test_another_learning_rate_is_refused_with_the_difference(run):
+    assert train(run)[0] == 0
+    weights = (run / "04_draft/export/model.safetensors").read_bytes()
+    code, _, stderr = train(run, "--learning-rate", 0.01)
+    assert code == 2 and "train.learning_rate: 0.02 there, 0.01 now" in only_error(stderr)
+    assert (run / "04_draft/export/model.safetensors").read_bytes() == weights
+
+
+def test_case_27_the_checkpoint_with_the_best_acceptance_is_served(run, monkeypatch):
+    """Loss falls to the end while acceptance peaks at step 2."""
+    import common.training_run as module
+
+    lengths = iter([1.0, 1.2, 1.9, 1.5, 1.4, 1.3])  # the untrained draft's first
+    real = module.evaluate
+
+    def peaked(*args):
+        figures, replies = real(*args)
+        length = next(lengths)
+        return figures | {"walk": {"2": {"length": length, "drafts": 1, "accepted": [1, 0]}}}, replies
+
+    monkeypatch.setattr(module, "evaluate", peaked)
+    code, out, stderr = train(run, "--eval-every", 1, "--checkpoint-every", 1, "--keep-checkpoints", 1)
+    assert code == 0, stderr
+    assert "at step 2, on held-out replies" in out
+    kept = sorted(path.name for path in (run / "04_draft/checkpoints").iterdir())
+    assert kept == ["step-00000002", "step-00000005"]
+    best = load_file(run / "04_draft/checkpoints/step-00000002/model.safetensors")
+    assert torch.equal(exported(run)["fc.weight"], best["fc.weight"].bfloat16())
+    assert Manifest.load(run / "04_draft", "04_draft").counts["chosen_step"] == 2
+
+
+def test_without_held_out_samples_the_last_step_is_served(run):
+    tiny_training.build(run, holdout_share=0.0)
+    code, _, stderr = train(run)
+    assert code == 0, stderr
+    last = sorted((run / "04_draft/checkpoints").iterdir())[-1]
+    weights = load_file(last / "model.safetensors")
+    assert torch.equal(exported(run)["fc.weight"], weights["fc.weight"].bfloat16())
+    assert metrics(run, "eval") == [] and (run / "04_draft/report.html").stat().st_size > 1000
+
+
+def test_a_state_that_is_not_finite_stops_before_the_update(run):
+    path = run / "02_hidden" / tiny_training.SHARD
+    shard = Shard(path)
+    row = 0
+    start = shard.offsets[row] + 6
+    raw = bytearray(path.read_bytes())
+    header = int.from_bytes(raw[:8], "little")
+    at = 8 + header + json.loads(raw[8 : 8 + header])["last_hidden"]["data_offsets"][0]
+    for token in range(start, shard.offsets[row + 1] - 1):
+        raw[at + token * 2 * tiny_training.HIDDEN : at + token * 2 * tiny_training.HIDDEN + 2] = b"\xff\x7f"  # NaN
+    path.write_bytes(raw)
+    code, _, stderr = train(run, "--epochs", 2)
+    assert code == 3, stderr
+    said = only_error(stderr)
+    assert "not applied" in said and shard.facts[row]["id"] in said
+    assert not (run / "04_draft/export").exists()
+
+
+def test_packs_that_ranks_cannot_share_are_the_users_mistake(run, monkeypatch):
+    from common.training import Ranks
+
+    for packs, ranks in ((3, 2), (1, 8)):
+        monkeypatch.setattr("common.training.start_ranks", lambda device, ranks=ranks: Ranks(0, ranks, "cpu"))
+        code, _, stderr = train(run, "--packs-per-step", packs)
+        assert code == 2 and f"packs_per_step {packs} must be a multiple of the ranks, {ranks}" in only_error(stderr)
+
+
+def test_two_ranks_take_the_steps_of_one(run):
+    flags = ["--config", DEMO, "--run-dir", str(run), *map(str, FLAGS), "--packs-per-step", "2", "--fresh"]
+    assert run_here("04", *flags)[0] == 0
+    alone = metrics(run, "train")
+    torchrun = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2"]
+    done = subprocess.run([*torchrun, SCRIPTS["04"], *flags], cwd=ROOT, capture_output=True, text=True, timeout=200)
+    assert done.returncode == 0, done.stderr
+    assert [line["loss"] for line in metrics(run, "train")] == pytest.approx([line["loss"] for line in alone], rel=1e-4)
+    assert len(list(run.glob("04_draft.before-*"))) == 1  # one rank sets the old folder aside, not both
+    assert check_export(run / "04_draft/export") == []
+
+
+def test_a_dry_run_touches_nothing(run):
+    before = sorted(run.rglob("*"))
+    code, out, stderr = train(run, "--dry-run")
+    assert code == 0, stderr
+    assert "dry run" in out and "5 of 1 packs" in out
+    assert sorted(run.rglob("*")) == before
+
+
+def test_a_damaged_or_unfinished_data_set_is_refused(run):
+    path = run / "03_dataset/vocab.safetensors"
+    whole = path.read_bytes()
+    path.write_bytes(whole[:-1] + b"\x07")
+    code, _, stderr = train(run)
+    assert code == 2 and "vocab.safetensors is not what 03 wrote; rerun 03" in only_error(stderr)
+    path.write_bytes(whole)
+    manifest = Manifest.load(run / "03_dataset", "03_dataset")
+    manifest.files, manifest.complete = {}, False  # 03 was killed between its first file and its last
+    manifest.save(run / "03_dataset")
+    code, _, stderr = train(run)
+    assert code == 2 and "is not complete; rerun 03" in only_error(stderr)
+
+
+def test_shards_that_are_gone_are_named(run):
+    (run / "02_hidden" / tiny_training.SHARD).unlink()
+    code, _, stderr = train(run)
+    assert code == 2 and tiny_training.SHARD in only_error(stderr)
