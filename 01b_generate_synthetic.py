@@ -52,15 +52,23 @@ def main() -> int:
         shown = settings.as_dict()
         shown["generate"]["api_key"] = "(not stored)"
         manifest = open_stage(folder, STAGE, fingerprint, shown, settings.fresh)
-        manifest.complete = False
-        manifest.save(folder)
         counts, records, failures = Counts(), JsonlParts(folder), FailureList(folder)
         stored = Stored(records.paths(), counts, protocol)
         show_plan(settings, protocol, questions, folder, len(stored), records.torn_bytes)
         planner = make_planner(settings, questions, protocol, stored, counts, failures)
+
+        async def generate() -> None:
+            async with make_engine(settings, protocol) as engine:
+                say(f"  engine    {engine.model} · {engine.version} · {engine.concurrency} requests in flight")
+                manifest.complete = False
+                manifest.save(folder)
+                run = Generation(engine, protocol, settings.generate, planner, records, stored, failures, counts)
+                await run.run(wanted_at_most(settings, questions))
+
         try:
-            asyncio.run(generate(settings, protocol, planner, records, stored, failures))
-            manifest.complete = planner.finished and not too_many_failed(settings, counts)
+            if planner.has_work():
+                asyncio.run(generate())
+            manifest.complete = planner.finished and counts.done > 0 and not too_many_failed(settings, counts)
         finally:
             records.close()
             failures.close()
@@ -73,13 +81,6 @@ def main() -> int:
             f"{counts.failed} of {counts.planned} samples failed, see {folder / FAILURES}; rerun to ask for them again"
         )
     return 0
-
-
-async def generate(settings: Settings, protocol: Protocol, planner: Planner, records, stored, failures) -> None:
-    async with make_engine(settings, protocol) as engine:
-        say(f"  engine    {engine.model} · {engine.version} · {engine.concurrency} requests in flight")
-        run = Generation(engine, protocol, settings.generate, planner, records, stored, failures, planner.counts)
-        await run.run(wanted_at_most(settings, planner.questions))
 
 
 def print_server_command(settings: Settings) -> int:

@@ -92,14 +92,14 @@ def train(run) -> None:
 
 def finish(run, folder: Path, manifest: Manifest, settings: Settings) -> None:
     """Export the best checkpoint, write the report and the manifest, print the summary."""
-    from common.evaluation import evaluate, sample_views
+    from common.evaluation import sample_views
     from common.export import describe, export
     from common.protocol import load_protocol
     from common.report import write_report
 
     chosen = run.load_best()
     export(folder / "export", run.draft, run.d2t, run.t2d, run.aux_layers, run.text)
-    figures, replies = evaluate(run.unrolled, run.held_out, run.ranks.device)
+    figures, replies = run.measure()
     samples = sample_views(run.held_out, replies, load_protocol(settings.target), int(run.main_k), 3)
     write_report(folder / "report.html", run.report_facts(chosen), run.metrics(), samples)
 

@@ -145,6 +145,7 @@ class Train:
     grad_clip: float = setting(1.0, "highest gradient norm")
     packs_per_step: int = setting(1, "packed batches of an optimizer step, over all ranks", "packs", least=1)
     unrolled_steps: int = setting(7, "unrolled draft steps in training", "steps", least=1)
+    eval_steps: int = setting(7, "unrolled draft steps in evaluation: acceptance for k = 1 to this", "steps", least=1)
     step_weight: float = setting(0.8, "loss weight of step s is this to the power s")
     mask_outside_vocab: bool = setting(True, "no loss where the target's choice is outside the draft vocabulary")
     fc_init: str = setting("identity", "start of fc: the last aux state, or random", choices=("identity", "random"))

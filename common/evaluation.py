@@ -41,20 +41,27 @@ class HeldOut:
 
 
 @torch.no_grad()
-def evaluate(step: UnrolledStep, held_out: HeldOut, device: str) -> tuple[dict, list[list[ReplySteps]]]:
-    """(an `eval` metrics line, the steps of each pack's replies): walk and per-position acceptance on held-out data."""
+def evaluate(step: UnrolledStep, held_out: HeldOut, device: str, steps: int) -> tuple[dict, list[list[ReplySteps]]]:
+    """(an `eval` metrics line, the steps of each pack's replies): walk and per-position acceptance on held-out data.
+
+    `steps`: draft steps that are unrolled, whatever the number in training; the loss is that of the trained ones.
+    """
     replies, outside = [], 0
-    sums, counts = torch.zeros(step.steps, dtype=torch.float64), torch.zeros(step.steps, dtype=torch.int64)
-    for pack in held_out.packs:
-        result = step(pack.to(device))
-        sums, counts = sums + result.loss_sums.double().cpu(), counts + result.counts.cpu()
-        positions = result.positions.cpu()
-        known = step.known.cpu()[pack.input_ids[positions + 2]]
-        outside += int((~known).sum())
-        replies.append(held_out.replies(pack, result.right_token.cpu(), positions))
-    weights = step.step_weight ** torch.arange(step.steps)
+    sums, counts = torch.zeros(steps, dtype=torch.float64), torch.zeros(steps, dtype=torch.int64)
+    known = step.known.cpu()
+    trained, step.steps = step.steps, steps
+    try:
+        for pack in held_out.packs:
+            result = step(pack.to(device))
+            sums, counts = sums + result.loss_sums.double().cpu(), counts + result.counts.cpu()
+            positions = result.positions.cpu()
+            outside += int((~known[pack.input_ids[positions + 2]]).sum())
+            replies.append(held_out.replies(pack, result.right_token.cpu(), positions))
+    finally:
+        step.steps = trained
+    weights = step.step_weight ** torch.arange(min(trained, steps))
     facts = measure([reply for pack_replies in replies for reply in pack_replies])
-    facts["loss"] = float((weights * sums / counts.clamp_min(1)).sum())
+    facts["loss"] = float((weights * (sums / counts.clamp_min(1))[: len(weights)]).sum())
     facts["outside_vocab"] = outside / max(int(counts[0]), 1)
     return facts, replies
 

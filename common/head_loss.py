@@ -36,16 +36,15 @@ def argmax(x: Tensor) -> Tensor:
     return first_argmax(x, x.unflatten(1, blocks_of(x.shape[1])).amax(2))
 
 
-def _softmax_difference_aten(logits, probabilities, difference):
-    q = torch.softmax(logits, -1, out=difference)
+def _softmax_difference_aten(logits, probabilities):
+    q = torch.softmax(logits, -1)
     total = 1 / q.amax(-1, keepdim=True).to(wide(q.dtype))
-    q.sub_(probabilities)
-    return total, logits.unflatten(-1, blocks_of(logits.shape[-1])).amax(-1)
+    return total, logits.unflatten(-1, blocks_of(logits.shape[-1])).amax(-1), q.sub_(probabilities)
 
 
 @fused(varying=(0, 1), eager=_softmax_difference_aten)
-def _softmax_difference(logits, probabilities, difference):
-    """-> total [k, r, 1], the maxima of blocks of logits [k, r, b]; q - p [k, r, D] is written to `difference`
+def _softmax_difference(logits, probabilities):
+    """-> total [k, r, 1], the maxima of blocks of logits [k, r, b], and q - p [k, r, D] in the logits' type
 
     logsumexp = max + log(total), but the logarithm is left to the caller: it would keep all this from being one loop.
     """
@@ -53,8 +52,7 @@ def _softmax_difference(logits, probabilities, difference):
     block_max = z.unflatten(-1, blocks_of(z.shape[-1])).amax(-1)
     exp = (z - block_max.amax(-1, keepdim=True)).exp()
     total = exp.sum(-1, keepdim=True)
-    difference.copy_(exp * (1 / total) - probabilities.to(z.dtype))
-    return total, block_max
+    return total, block_max, (exp * (1 / total) - probabilities.to(z.dtype)).to(logits.dtype)
 
 
 def _chunks(steps: int, rows: int):
@@ -81,19 +79,15 @@ class _HeadLoss(torch.autograd.Function):
             return x.as_strided((steps, rows, x.shape[1]), (x.stride(0), x.stride(0), 1))
 
         targets, mean_rows = window(probabilities), window(mean_row)
-        chunks = list(_chunks(steps, rows))
-        size = max((losses[chunk].numel() for chunk in chunks), default=0)
-        buffers = hidden.new_empty((2, size, low.shape[0]))  # two for all chunks: memory that was just used is near
-        for chunk in chunks:
+        for chunk in _chunks(steps, rows):
             x, weight = hidden[chunk].flatten(0, 1), row_weight[chunk].reshape(-1, 1)
-            logits, difference = buffers[:, : len(x)]
-            torch.mm(x, low.t(), out=logits)
-            target = targets[chunk]
-            total, block_max = _softmax_difference(logits.view_as(target), target, difference.view_as(target))
+            logits = x @ low.t()
+            total, block_max, difference = _softmax_difference(logits.view_as(targets[chunk]), targets[chunk])
             choices[chunk] = first_argmax(logits, block_max.flatten(0, 1)).view_as(choices[chunk])
             wanted = (mean_rows[chunk] * hidden[chunk]).sum(-1, dtype=total.dtype)
             losses[chunk] = block_max.amax(-1) + total.squeeze(-1).log() - wanted
             if with_gradient:
+                difference = difference.flatten(0, 1)
                 dhidden[chunk] = (difference @ low).mul_(weight).view_as(hidden[chunk])
             if dweight is not None:  # transposed, since the narrow side is the cheap one to transpose
                 dweight += (x * weight).to(x.dtype).t().contiguous() @ difference

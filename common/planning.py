@@ -5,6 +5,7 @@ Planning is lazy: a unit is drawn when a worker is free, so that memory does not
 
 from collections.abc import Iterable, Iterator
 from dataclasses import asdict, dataclass
+from itertools import chain
 from pathlib import Path
 
 from common.config import Generate, Questions
@@ -54,11 +55,17 @@ class Planner:
     ):
         self.settings, self.protocol, self.takes_ids, self.n = settings, protocol, takes_ids, n
         self.stored, self.counts, self.failures = stored, counts, failures
-        self.questions, self.finished = questions, False
-        self._units = self._plan(questions)
+        self.finished = False
+        self._units: Iterator[Unit] = self._plan(questions)
 
     def __iter__(self) -> Iterator[Unit]:
         return self._units
+
+    def has_work(self) -> bool:
+        """Whether anything is missing: without, no server is needed and no model loaded."""
+        first = next(self._units, None)
+        self._units = chain([first] if first else [], self._units)
+        return first is not None
 
     def _plan(self, questions: Iterable[Question | Skipped]) -> Iterator[Unit]:
         sampling = asdict(sampling_of(self.settings)) | {"seed": self.settings.seed}

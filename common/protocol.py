@@ -20,7 +20,7 @@ from common.kimi_tokenizer import FAST, build_tokenizer, find_file, find_vendor_
 
 GENERATION_TAIL = 8  # tokens at a prompt's end that can hold the opener and what a template prints after it
 PROBES = ([{"role": "user", "content": "One, two?"}], [{"role": "user", "content": "Say yes!"}])
-TOOL_NAME = "tool_call"  # is part of the name of every tool-call token: Kimi's, Qwen's, DeepSeek's differ in the rest
+TOOL_NAME = "tool_call"  # is part of the name of every tool-call token of Kimi and of Qwen
 
 
 class Unrenderable(Exception):

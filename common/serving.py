@@ -19,7 +19,7 @@ def generation_command(target: Target, port: int, max_model_len: int) -> str:
 def extraction_command(target: Target, settings: Extract, port: int, aux_layers: tuple[int, ...], layers: int) -> str:
     """Serve the target for stage 02: states at the inputs of `aux_layers` and behind the last of `layers`.
 
-    The development mode only opens /server_info, by which 02 asserts the layer list before it stores a state.
+    The development mode only opens /server_info, by which 02 compares layer list and spool before it asks for a state.
     """
     flags = ["--max-model-len", str(settings.max_tokens_per_sample + 1)]  # one generated token, thrown away
     flags += extraction_flags(settings.spool, aux_layers, layers)
@@ -28,15 +28,17 @@ def extraction_command(target: Target, settings: Extract, port: int, aux_layers:
 
 def extraction_flags(spool: str, aux_layers: tuple[int, ...], layers: int, connector: dict | None = None) -> list[str]:
     """The flags that turn a vLLM server into an extraction server; `connector` replaces vLLM's own."""
+    ids = [*aux_layers, layers]
     speculative = {
         "method": "extract_hidden_states",
         "num_speculative_tokens": 1,
-        "draft_model_config": {"hf_config": {"eagle_aux_hidden_state_layer_ids": [*aux_layers, layers]}},
+        "draft_model_config": {"hf_config": {"eagle_aux_hidden_state_layer_ids": ids}},
     }
     transfer = {
         "kv_connector": EXTRACTION_CONNECTOR,
         "kv_role": "kv_producer",
-        "kv_connector_extra_config": {"shared_storage_path": str(Path(spool).resolve())},
+        # The connector does not read the ids; a server says of itself nothing but this, and 02 compares it.
+        "kv_connector_extra_config": {"shared_storage_path": str(Path(spool).resolve()), "layer_ids": ids},
     }
     # A prompt whose beginning is cached would come back without that beginning's states.
     return [

@@ -67,7 +67,7 @@ class TrainingRun:
         self.steps_an_epoch = max(1, self.order.count(1) // s.packs_per_step)
         self.eval_every = s.eval_every or self.steps_an_epoch
         self.checkpoint_every = s.checkpoint_every or self.eval_every
-        self.main_k = str(min(MAIN_K, s.unrolled_steps))
+        self.main_k = str(min(MAIN_K, s.eval_steps))
         self.step = self.tokens = self.best_step = 0
         self.seconds = self.best_length = 0.0
         self.baselines: dict = {}
@@ -82,7 +82,10 @@ class TrainingRun:
             ("weights", f"{trained / 1e6:.1f} M trained, {frozen / 1e6:.1f} M frozen embedding"),
             ("vocabulary", f"{c.draft_vocab_size:,} of {c.vocab_size:,}"),
             ("steps", f"{self.total_steps} of {s.packs_per_step} packs, {self.steps_an_epoch} an epoch"),
-            ("unrolled", f"{s.unrolled_steps} draft steps, step weight {s.step_weight:g}"),
+            (
+                "unrolled",
+                f"{s.unrolled_steps} draft steps in training, weight {s.step_weight:g}^s; {s.eval_steps} in evaluation",
+            ),
             ("ranks", f"{self.ranks.world} on {self.ranks.device}, {s.precision}"),
             ("held out", f"{self.dataset.counts['held_out']} samples"),
         ]
@@ -90,9 +93,13 @@ class TrainingRun:
     def measure_baselines(self) -> None:
         """Held-out acceptance of the untrained draft and of a bigram table from the same training tokens."""
         if self.held_out.packs:
-            self.baselines["untrained"] = evaluate(self.unrolled, self.held_out, self.ranks.device)[0]
-            steps = self.settings.train.unrolled_steps
-            self.baselines["bigram"] = bigram_floor(self.packs, self.held_out, self.draft.config.vocab_size, steps)
+            self.baselines["untrained"] = self.measure()[0]
+            vocab, steps = self.draft.config.vocab_size, self.settings.train.eval_steps
+            self.baselines["bigram"] = bigram_floor(self.packs, self.held_out, vocab, steps)
+
+    def measure(self) -> tuple[dict, list]:
+        """Held-out acceptance of the draft as it is: (an `eval` metrics line, the steps of each pack's replies)."""
+        return evaluate(self.unrolled, self.held_out, self.ranks.device, self.settings.train.eval_steps)
 
     def check_finite(self, batch: list[Pack], results: list[StepResult], norm: Tensor) -> None:
         """Raise SafetyStop before the update when the loss or the gradient is not finite, naming the samples."""
@@ -135,7 +142,7 @@ class TrainingRun:
         if not self.held_out.packs:
             return False
         started = time.monotonic()
-        figures, _ = evaluate(self.unrolled, self.held_out, self.ranks.device)
+        figures, _ = self.measure()
         seconds = round(time.monotonic() - started, 2)
         self.log(
             kind="eval", step=self.step, epoch=round(self.step / self.steps_an_epoch, 4), **figures, seconds=seconds

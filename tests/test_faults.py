@@ -54,7 +54,7 @@ def rerun_does_only_the_rest(place: Place, tiny, n: int) -> None:
         (Reply(body=b""), "empty body"),
         (Reply(body={"choices": []}), "no chat completion"),
         (Reply(body={"choices": [{"message": {"content": "x"}, "finish_reason": "abort"}]}), "abort"),
-        (Reply(silent=True), "no answer within 0.3 s"),
+        (Reply(silent=True), "no answer within 1 s"),
     ],
     ids=lambda value: value if isinstance(value, str) else "",
 )
@@ -62,10 +62,11 @@ def test_one_in_ten_never_works(place, tiny, fault, said):
     """Case 13: the same tenth fails at each try; the others are kept."""
     place.ask(30)
     place.server.behave = lambda number, body: fault if asked(body).endswith("0") else None
+    deadline_s = 1 if fault.silent else 60
     started = time.monotonic()
-    code, _, err = place.run("--retries=2", "--request-timeout-s=0.3", "--concurrency=8")
+    code, _, err = place.run("--retries=2", f"--request-timeout-s={deadline_s}", "--concurrency=8")
     assert code == 1 and "3 of 30 samples failed" in only_error(err)
-    assert time.monotonic() - started < 10
+    assert time.monotonic() - started < 20
     asked_for = [asked(body) for body in place.server.bodies]
     assert all(asked_for.count(f"question {i}") == (3 if i % 10 == 0 else 1) for i in range(30))
     assert len(place.records) == 27 and not place.manifest["complete"]
@@ -99,12 +100,15 @@ def test_all_requests_fail(place, tiny):
 
 def test_retry_after_is_honoured(place):
     """Seconds, and a date."""
-    until = email.utils.formatdate(time.time() + 2, usegmt=True)
-    replies = {0: Reply(429, headers={"retry-after": "0.8"}), 1: Reply(503, headers={"retry-after": until})}
-    place.server.behave = lambda number, body: replies.get(number)
+
+    def behave(number, body):
+        date = email.utils.formatdate(time.time() + 2, usegmt=True)  # whole seconds: one to two from now
+        return {0: Reply(429, headers={"retry-after": "0.8"}), 1: Reply(503, headers={"retry-after": date})}.get(number)
+
+    place.server.behave = behave
     assert place.ask(1).run("--retries=2")[0] == 0
     first, second, third = place.server.at
-    assert 0.8 <= second - first < 1.5 and 0.1 < third - second < 3.5
+    assert second - first >= 0.8 and third - second >= 0.9
 
 
 def test_server_that_dies_for_good(place, tiny):
@@ -165,6 +169,23 @@ def test_no_server_at_start(place):
     assert code == 2 and "must start with http" in only_error(err)
 
 
+def test_finished_run_needs_no_server(place):
+    place.ask(3).run()
+    place.server.stop()
+    code, out, _ = place.run()
+    assert code == 0 and "0 new samples, 3 in all" in out and place.manifest["complete"]
+    code, _, err = place.run("--n=4", "--repeats=1")
+    assert code == 0 and err == ""
+
+
+def test_raising_n_without_a_server_breaks_nothing(place):
+    place.ask(3).run("--n=2")
+    place.server.stop()
+    code, _, err = place.run()
+    assert code == 2 and "no server answers" in only_error(err)
+    assert place.manifest["complete"] and len(place.records) == 2
+
+
 def test_n_counts_what_is_there(place):
     """`--n` caps what is asked, resumed samples included; raising it goes on."""
     place.ask(["a", {"messages": []}, "b", "c", "a", "d"])
@@ -199,24 +220,27 @@ def test_dry_run_touches_nothing(place):
 
 def test_killed_at_ten_moments(place, tiny):
     """kill -9, resume, ten times: the ids of an unbroken run, none twice, no torn line. A fork saves the start-up."""
-    place.ask(400)
+    place.ask(600)
     place.server.delay_s = 0.02
     rng = random.Random(5)
-    for _ in range(10):
+    for moment in range(10):
+        there = len(place.server.bodies)
         child = os.fork()
         if child == 0:
             place.run("--concurrency=4")
             os._exit(0)
-        time.sleep(rng.uniform(0.05, 0.35))
+        while moment and len(place.server.bodies) == there:  # the first dies before it asks anything
+            time.sleep(0.002)
+        time.sleep(rng.uniform(0.0, 0.2))
         os.kill(child, signal.SIGKILL)
         os.waitpid(child, 0)
-    assert 0 < len(place.records) < 400
+    assert 0 < len(place.records) < 600
     assert place.run("--concurrency=64")[0] == 0
     broken = {record["id"]: record["output_ids"] for record in place.records}
-    assert len(place.records) == len(broken) == 400 and place.manifest["complete"]
+    assert len(place.records) == len(broken) == 600 and place.manifest["complete"]
     place.folder = place.folder / "unbroken"
     place.folder.mkdir()
-    assert place.ask(400).run("--concurrency=64")[0] == 0
+    assert place.ask(600).run("--concurrency=64")[0] == 0
     assert {record["id"]: record["output_ids"] for record in place.records} == broken
 
 

@@ -12,7 +12,8 @@ TABLE = """
     errors config command_line progress storage
     chat kimi_tokenizer protocol schemas prompts
     engines.interface engines.reading engines.openai_server engines.local records planning generate probe
-    streams preview shards target serving extractors.interface extractors.local extractors.vllm_server onpolicy extract
+    streams preview shards target serving extractors.interface extractors.local extractors.spool
+    extractors.vllm_server onpolicy extract
     vocab dataset
     kernels attention draft head_loss ttt acceptance evaluation
     training checkpoint training_run export

@@ -201,14 +201,9 @@ def test_counts_make_two_packs_as_good_as_one():
     """Accumulation and ranks: with the counts of all packs given, losses and gradients just add up."""
     case = Case(config(draft_vocab=15), make_pack([9, 12, 6, 7], 24, 4))
     whole, expected = case.fast()
-    border = int(case.pack.offsets[2])
-    halves = [
-        Pack(*(x[rows] for x in tensors(case.pack)), offsets=offsets, ids=[])
-        for rows, offsets in (
-            (slice(0, border), case.pack.offsets[:3]),
-            (slice(border, None), case.pack.offsets[2:] - border),
-        )
-    ]
+    border, offsets = int(case.pack.offsets[2]), case.pack.offsets
+    parts = ((slice(0, border), offsets[:3]), (slice(border, None), offsets[2:] - border))
+    halves = [Pack(*(x[rows] for x in tensors(case.pack)), offsets=borders, ids=[]) for rows, borders in parts]
     counts = sum(loss_positions(half.loss_mask, half.offsets, case.steps).counts for half in halves)
     assert counts.tolist() == whole.counts.tolist()
     loss, total = 0.0, {name: torch.zeros_like(gradient) for name, gradient in expected.items()}

@@ -83,18 +83,14 @@ class VllmExtractor:
                 f"{self.settings.max_tokens_per_sample} needs one more: restart it so, or lower the setting"
             )
         told = _told_config(server.url)
-        wanted = {
-            "layers extracted": self.layers,
-            "num_hidden_layers": self.sizes.layers,
-            "hidden_size": self.sizes.hidden_size,
-            "vocab_size": self.sizes.vocab_size,
-        }
-        other = [
-            f"{key} {told[key]} (wanted {value})" for key, value in wanted.items() if told.get(key, value) != value
-        ]
-        if other:
-            raise UserError(f"{server.url} is not a server for {self.target.model}: {', '.join(other)}; {START_HINT}")
-        return "layers extracted" in told
+        layers, spool = told.get("layer_ids", self.layers), Path(told.get("shared_storage_path", self.settings.spool))
+        if layers != self.layers:
+            raise UserError(f"{server.url} extracts layers {layers}, this config needs {self.layers}; re{START_HINT}")
+        if spool.resolve() != Path(self.settings.spool).resolve():
+            raise UserError(
+                f"{server.url} writes to {spool}, extract.spool is {self.settings.spool}; set --spool {spool}"
+            )
+        return "layer_ids" in told
 
     def probe(self, stream: Stream) -> None:
         """One short request to each server; raises UserError where its states are not this config's."""
@@ -215,14 +211,13 @@ class VllmExtractor:
 
 
 def _told_config(url: str) -> dict:
-    """What a server in development mode says of its layer list and model; empty where it says nothing."""
+    """The connector's settings, which a server in development mode tells; empty where it tells nothing.
+
+    vLLM 0.32 tells its layer list nowhere, so the printed command writes it there a second time (common/serving.py).
+    """
     page = url.removesuffix("/v1") + "/server_info?config_format=json"
     try:
         with urllib.request.urlopen(page, timeout=30) as response:
-            config = json.load(response)["vllm_config"]
-        layers = config["speculative_config"]["draft_model_config"]["hf_config"]["eagle_aux_hidden_state_layer_ids"]
-        model = config["model_config"]["hf_text_config"]
-        sizes = {key: model[key] for key in ("num_hidden_layers", "hidden_size", "vocab_size") if key in model}
-        return {"layers extracted": [int(id) for id in layers], **sizes}
+            return dict(json.load(response)["vllm_config"]["kv_transfer_config"]["kv_connector_extra_config"])
     except (OSError, ValueError, KeyError, TypeError):
         return {}

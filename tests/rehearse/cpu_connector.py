@@ -4,8 +4,8 @@ vLLM 0.32's `ExampleHiddenStatesConnector` answers a request with a path, holds 
 the request's first forward pass on, and writes `hidden_states` [tokens, layer ids, H] and `token_ids` [tokens] to PATH
 after the request has finished; closing the lock file tells the client that PATH is complete. Only the step between is
 bound to CUDA: `_submit_async_write` copies the states on a second CUDA stream into pinned host memory and marks the
-copy's end with a `torch.cuda.Event`. Without a GPU the first of these calls raises, in the worker, *after* the client
-was told the path: the client then sees a lock and never a file.
+copy's end with a `torch.cuda.Event`. Without a GPU the pinned memory raises, in the worker, *after* the client was told
+the path: the client sees a lock and never a file, the engine is dead, and every later request gets a 500.
 
 This subclass replaces that one method. The states already lie in host memory, so indexing them is the copy, and the
 event is one that has always happened. Paths, lock, file content and the writer thread remain the stock ones. Use it by

@@ -114,13 +114,19 @@ def printed_server(printed: str, log: Path, *flags: str, delay_s: float = WRITE_
     return VllmServer((REPOSITORY / model).resolve(), log.resolve(), *given, *flags, env=env)
 
 
-def distance(found: Tensor, wanted: Tensor) -> float:
-    """Relative distance over all tokens but the first, whose huge state would hide the others."""
+def distance(found: Tensor, wanted: Tensor, share: float | None = None) -> float:
+    """Relative distance over all tokens but the first, whose huge state would hide the others.
+
+    `share`: within what distance so many of the tokens lie, each by itself. In a mixture of experts rounding decides
+    where two experts are nearly tied, so that single tokens differ widely between two right engines.
+    """
     found, wanted = found[1:].float(), wanted[1:].float()
-    return float((found - wanted).norm() / wanted.norm())
+    if share is None:
+        return float((found - wanted).norm() / wanted.norm())
+    return float(((found - wanted).norm(dim=-1) / wanted.norm(dim=-1)).quantile(share))
 
 
-def worst_distance(one: Run, other: Run) -> tuple[float, int]:
+def worst_distance(one: Run, other: Run, share: float | None = None) -> tuple[float, int]:
     """(largest relative distance of any sequence's aux or last states, sequences compared) of two runs.
 
     Infinite where the runs do not hold the same samples with the same ids.
@@ -130,6 +136,6 @@ def worst_distance(one: Run, other: Run) -> tuple[float, int]:
     for id, ids, aux, last in one.sequences():
         if id not in theirs or not torch.equal(ids, theirs[id][0]):
             return float("inf"), compared
-        worst = max(worst, distance(aux, theirs[id][1]), distance(last, theirs[id][2]))
+        worst = max(worst, distance(aux, theirs[id][1], share), distance(last, theirs[id][2], share))
         compared += 1
     return (worst, compared) if compared == len(theirs) else (float("inf"), compared)

@@ -21,8 +21,8 @@ from transformers import DeepseekV3Config, DeepseekV3ForCausalLM
 
 from tests.rehearse.kimi_vocabulary import add_fast_tokenizer, build_vocabulary, write_json
 
-INITIAL_STD = 0.1  # Kimi's 0.02 is for a width of 7168; at 64 it learns half as fast
-HEAD_INITIAL_STD = 0.02  # small, so that tokens which training never shows keep logits near 0
+KIMI_STD = 0.02  # of the initial weights
+LEARNER_STD = 0.1  # Kimi's is for a width of 7168; at 64 it learns half as fast
 SHARDS = 2  # more than one, because the vendor's 64 make readers go through the index
 
 
@@ -71,7 +71,7 @@ def text_config(sizes: Sizes) -> dict:
         "num_nextn_predict_layers": 0,
         "hidden_act": "silu",
         "rms_norm_eps": 1e-5,
-        "initializer_range": 0.02,
+        "initializer_range": KIMI_STD,
         "max_position_embeddings": 262_144,
         "rope_theta": 50_000.0,
         "rope_scaling": {
@@ -144,12 +144,12 @@ def build_checkpoint(folder: Path, seed: int = 0, sizes: Sizes | None = None, tr
     write_json(folder / "preprocessor_config.json", PREPROCESSOR_CONFIG)
 
     torch.manual_seed(seed)
-    start = {"model_type": "deepseek_v3", "initializer_range": INITIAL_STD}
+    start = {"model_type": "deepseek_v3", "initializer_range": LEARNER_STD if train_steps else KIMI_STD}
     model = DeepseekV3ForCausalLM(DeepseekV3Config(**text_config(sizes) | start))
-    model.lm_head.weight.data.normal_(std=HEAD_INITIAL_STD)
     if train_steps:
         from tests.rehearse.tiny_kimi_training import teach
 
+        model.lm_head.weight.data.normal_(std=KIMI_STD)  # tokens that training never shows keep logits near 0
         teach(model, folder, train_steps)
     save_weights(vendor_tensors(model), folder)
 

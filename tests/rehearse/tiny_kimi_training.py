@@ -60,6 +60,7 @@ def teach(model: DeepseekV3ForCausalLM, tokenizer_folder: Path, steps: int) -> N
     The text uses V' of Kimi's 163,840 tokens. Their embedding and head rows are cut out, trained and put back: the
     other nine tenths get no gradient that matters, yet softmax and optimizer would cost ten times the layers.
     """
+    torch.set_num_threads(1)  # matrices this small gain nothing from a second, which spins when the machine is busy
     data = chats(AutoTokenizer.from_pretrained(tokenizer_folder))
     used = torch.tensor(sorted({i for chat in data for i in chat}))  # [V']
     rank = {int(i): k for k, i in enumerate(used)}

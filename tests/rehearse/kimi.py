@@ -1,0 +1,134 @@
+"""The rehearsal's steps with the tiny Kimi-K2.5: configs/kimi-k2.5.toml, Kimi's vocabulary and model class, MLA."""
+
+import json
+from itertools import islice
+
+import torch
+
+from tests.rehearse.acceptance import check_acceptance, check_lossless, decode, held_out_records
+from tests.rehearse.broken_exports import check_broken_exports
+from tests.rehearse.check_engine import check_chat, check_kill, reference_states
+from tests.rehearse.check_generate import check_generate, check_parser_off
+from tests.rehearse.extraction import SAME, check_refused, check_states, extraction_server, left
+from tests.rehearse.server import VllmServer
+from tests.rehearse.stages import Run, printed_server, worst_distance
+from tests.rehearse.tiny_kimi import build_checkpoint
+from tests.rehearse.tiny_kimi_training import docstrings
+
+CONFIG, TEACH_STEPS = "configs/kimi-k2.5.toml", 200
+QUESTIONS, MAX_TOKENS = 300, 64
+AUX = (1, 3, 5)
+SHARE = 0.75  # of the tokens must be equal up to rounding; the router's ties decide differently for others
+KS = range(1, 8)
+MAIN_K = 3
+SERVED = {"tensor_parallel": 1}  # in place of the config's 8 GPUs; everything else about the server is the config's
+GREEDY = {"temperature": 0, "top_p": 1, "max_tokens": MAX_TOKENS, "context_tokens": 2048, "concurrency": 16}
+EXTRACT = {"aux_layers": AUX, "max_tokens_per_sample": 1024, "extract_concurrency": 16}
+DATASET = {"draft_vocab_size": 2048, "holdout_share": 0.2, "pack_tokens": 1024}
+DRAFT = {"form": "mla", "intermediate_size": 256, "attention_heads": 4, "key_value_heads": 4}
+TRAINING = {"epochs": 20, "learning_rate": 2e-3, "packs_per_step": 1, "eval_every": 100}
+
+
+def folder(rehearsal):
+    return rehearsal.work / "tiny-kimi"
+
+
+def the_run(rehearsal, name: str = "kimi") -> Run:
+    return Run(rehearsal.work / name, CONFIG, model=folder(rehearsal))
+
+
+def build(rehearsal) -> None:
+    build_checkpoint(folder(rehearsal), train_steps=TEACH_STEPS)
+
+
+def chat(rehearsal) -> None:
+    """One server: chats as the pipeline counts on them, 01b's ways of asking, and the greedy samples to train on."""
+    run, check, model = the_run(rehearsal), rehearsal.check, folder(rehearsal).resolve()
+    questions = rehearsal.work / "kimi-questions.jsonl"
+    rows = ({"messages": [{"role": "user", "content": f"What does {module}.{name} do?"}]} for module, name, _ in
+            islice(docstrings(), 0, None, 5))  # fmt: skip
+    questions.write_text("".join(json.dumps(row) + "\n" for row in rows))
+    printed = run("01", "--print-server-command", **SERVED, **GREEDY)
+    with printed_server(printed, rehearsal.work / "kimi-chat.log") as server:
+        check_chat(check, server, model)
+        check_generate(check, server.base_url + "/v1", model, rehearsal.work / "kimi-check")
+        urls = server.base_url + "/v1"
+        run("01", "--n", QUESTIONS, dataset=questions, base_urls=urls, shuffle_seed=-1, **GREEDY)
+        check_kill(check, server)
+    counts = run.manifest("01_synthetic").counts
+    check(f"Kimi: {QUESTIONS} samples", counts["done"] == QUESTIONS and counts["failed"] == 0, counts["done"])
+    rehearsal.note("Kimi samples", f"{counts['done']}, {counts['output_tokens']:,} tokens written")
+
+
+def parser_off(rehearsal) -> None:
+    run, model = the_run(rehearsal), folder(rehearsal).resolve()
+    printed = run("01", "--print-server-command", "--reasoning-parser", "", **SERVED, **GREEDY)
+    with printed_server(printed, rehearsal.work / "kimi-parser-off.log") as server:
+        check_parser_off(rehearsal.check, server.base_url + "/v1", model, rehearsal.work / "kimi-check-off")
+
+
+def extract(rehearsal) -> None:
+    """States of the tensor-parallel sizes 1 and 2, each against transformers and against the other."""
+    check, spool = rehearsal.check, rehearsal.spool
+    runs = {1: the_run(rehearsal), 2: the_run(rehearsal, "kimi-tp2")}
+    text = [id for record in runs[1].records() for id in record["prompt_ids"] + record["output_ids"]]
+    link = runs[2].folder / "01_synthetic"
+    link.parent.mkdir(parents=True, exist_ok=True)
+    if not link.exists():
+        link.symlink_to((runs[1].folder / "01_synthetic").resolve())
+
+    def reference(prompts: list[list[int]]) -> list[torch.Tensor]:
+        states = reference_states(folder(rehearsal), prompts)  # [layers + 1, all T, H]
+        return list(states.split([len(ids) for ids in prompts], dim=1))
+
+    for size, run in runs.items():
+        log = rehearsal.work / f"kimi-extract-tp{size}.log"
+        with extraction_server(run, spool, log, tensor_parallel=size, **EXTRACT) as server:
+            check_states(check, f"Kimi TP {size}", server, run, spool, text, AUX, reference, share=SHARE)
+            urls = {"spool": spool, "extract_urls": server.base_url + "/v1"}
+            run("02", **EXTRACT, **urls)
+            check(f"Kimi TP {size}: the spool is empty after 02", left(spool) == [], left(spool))
+            if size == 2:
+                refuse_other_model(rehearsal, server, urls)
+        counts = run.manifest("02_hidden").counts
+        rehearsal.note(f"Kimi TP {size} on policy", f"{counts['nll']:.3f} nat/token, first choice {counts['top1']:.1%}")
+    off, compared = worst_distance(runs[2], runs[1], SHARE)
+    check("Kimi: TP 2 stores what TP 1 stores", off < SAME, f"{compared} sequences, at most {off:.4f} apart")
+
+
+def refuse_other_model(rehearsal, server: VllmServer, urls: dict) -> None:
+    from tests.rehearse import smollm2
+
+    other = smollm2.the_run(rehearsal, "kimi-refused")
+    link = other.folder / "01_synthetic"
+    link.parent.mkdir(parents=True, exist_ok=True)
+    if not link.exists():
+        link.symlink_to((rehearsal.work / "kimi" / "01_synthetic").resolve())
+    check_refused(rehearsal.check, "another model", other, "extracts layers", **urls)
+
+
+def train(rehearsal) -> None:
+    run = the_run(rehearsal)
+    run("03", **DATASET)
+    run("04", **DRAFT, **TRAINING)
+    counts = run.manifest("04_draft").counts
+    rehearsal.note("Kimi training", f"{counts['tokens']:,} tokens, {counts['seconds']:.0f} s")
+
+
+def serve(rehearsal) -> None:
+    """The MLA draft in vLLM for every k; losslessness at each, acceptance held against the walk."""
+    run, check = the_run(rehearsal), rehearsal.check
+    export = run.folder / "04_draft" / "export"
+    check_broken_exports(check, export, run.folder)
+    records = held_out_records(run)
+    prompts = [record["prompt_ids"] for record in records]
+    engines = [None, *({"draft": str(export.resolve()), "k": k} for k in KS)]
+    plain, *drafted = decode(run, "kimi-serve", folder(rehearsal), prompts, MAX_TOKENS, engines)
+    walks = run.manifest("04_draft").counts["acceptance"]["walk"]
+    for k, engine in zip(KS, drafted, strict=True):
+        if k == MAIN_K:
+            check_lossless(check, f"Kimi k={k}", run, records, plain["outputs"], engine["outputs"])
+        same = sum(a == b for a, b in zip(plain["outputs"], engine["outputs"], strict=True))
+        row = check_acceptance(check, f"Kimi k={k}", engine, walks[str(k)], strict=k == MAIN_K)
+        check(f"Kimi k={k}: drafts through the MLA path", engine["drafts"] > 0 and sum(engine["accepted"]) > 0)
+        rehearsal.note(f"Kimi acceptance, {len(records)} held-out replies, k={k}", f"{row}; {same} outputs identical")

@@ -1,0 +1,123 @@
+"""The rehearsal's steps with SmolLM2: a real language model, a Llama-style draft, greedy throughout."""
+
+import shutil
+
+from common.config import Extract, Target
+from common.extractors.local import LocalExtractor
+from common.streams import Stream
+from tests.rehearse.acceptance import check_acceptance, check_lossless, decode, engine_length, held_out_records
+from tests.rehearse.broken_exports import check_broken_exports
+from tests.rehearse.extraction import (
+    SAME,
+    check_killed_server,
+    check_refused,
+    check_states,
+    extraction_server,
+    left,
+)
+from tests.rehearse.stages import Run, printed_server, worst_distance
+
+MODEL, CONFIG = "runs/smollm2-thinking", "configs/demo.toml"
+SAMPLES, MAX_TOKENS = 200, 128
+AUX, DEPTH = (2, 15, 27), 30
+K = 3
+# No thinking budget: it would write a token that a plain engine does not, and the streams would part there.
+GREEDY = {"engine": "openai", "temperature": 0, "top_p": 1, "thinking_budget": 0, "max_tokens": MAX_TOKENS}
+GREEDY |= {"context_tokens": 1024, "concurrency": 16}
+DATASET = {"draft_vocab_size": 4096, "holdout_share": 0.2, "pack_tokens": 512}
+TRAINING = {"epochs": 6, "eval_every": 100}
+
+
+def the_run(rehearsal, name: str = "smollm2") -> Run:
+    return Run(rehearsal.work / name, CONFIG, model=MODEL)
+
+
+def generate(rehearsal) -> None:
+    run, check = the_run(rehearsal), rehearsal.check
+    printed = run("01", "--print-server-command", "--reasoning-parser", "kimi_k2", **GREEDY)
+    with printed_server(printed, rehearsal.work / "smollm2-generate.log") as server:
+        run("01", "--n", SAMPLES, base_urls=server.base_url + "/v1", **GREEDY)
+    counts = run.manifest("01_synthetic").counts
+    check(f"SmolLM2: {SAMPLES} samples", counts["done"] == SAMPLES and counts["failed"] == 0, counts["done"])
+    check("SmolLM2: all with reasoning, from its field", counts["reasoning_fields"] == {"reasoning": SAMPLES})
+    check("SmolLM2: all with the server's ids", counts["ids_from"] == {"server": SAMPLES})
+    check("SmolLM2: all with the template's prompt", counts["other_prompt"] == 0)
+    rehearsal.note("SmolLM2 samples", f"{counts['done']}, {counts['output_tokens']:,} tokens written")
+
+
+def extract(rehearsal) -> None:
+    run, check, spool = the_run(rehearsal), rehearsal.check, rehearsal.spool
+    text = [id for record in run.records() for id in record["prompt_ids"] + record["output_ids"]]
+    other = [the_run(rehearsal, f"smollm2-{name}") for name in ("killed", "local", "refused")]
+    for copy in other:
+        shutil.rmtree(copy.folder, ignore_errors=True)
+        shutil.copytree(run.folder / "01_synthetic", copy.folder / "01_synthetic")
+    killed, local, refused = other
+
+    with extraction_server(run, spool, rehearsal.work / "smollm2-extract.log") as server:
+        check_states(check, "SmolLM2", server, run, spool, text, AUX, reference_states)
+        urls = {"spool": spool, "extract_urls": server.base_url + "/v1"}
+        run("02", extractor="vllm", extract_concurrency=16, **urls)
+        check("SmolLM2: the spool is empty after 02", left(spool) == [], left(spool))
+        check_refused(check, "layer list shifted by one", refused, "extracts layers", **urls, aux_layers=[3, 16, 28])
+        check_refused(check, "another spool", refused, "set --spool", **urls | {"spool": rehearsal.work / "elsewhere"})
+        check_killed_server(check, killed, run, server, spool, extract_concurrency=16)
+
+    local("02", extractor="local")
+    off, compared = worst_distance(run, local)
+    check("SmolLM2: 02's shards from vLLM are those of transformers", off < SAME, f"{compared}, off by {off:.4f}")
+    counts = run.manifest("02_hidden").counts
+    rehearsal.note("SmolLM2 states, vLLM to transformers", f"{compared} sequences, at most {off:.4f} apart")
+    rehearsal.note("SmolLM2 on policy", f"{counts['nll']:.3f} nat/token, first choice {counts['top1']:.1%}")
+
+
+def reference_states(prompts: list[list[int]]) -> list:
+    """transformers' states at every layer's input and before the final norm, [31, T, H] a prompt, each alone."""
+    import torch
+
+    extractor = LocalExtractor(Target(model=MODEL), Extract(batch_tokens=1, device="cpu"), tuple(range(DEPTH)))
+    streams = [Stream(str(i), _array("i", ids), _array("B", bytes(len(ids)))) for i, ids in enumerate(prompts)]
+    found = {int(stream.id): states for stream, states in extractor.states(streams)}
+    stacked = (torch.cat([found[i].aux, found[i].last], 1).unflatten(1, (DEPTH + 1, -1)) for i in range(len(prompts)))
+    return [states.transpose(0, 1).float() for states in stacked]
+
+
+def _array(kind: str, values):
+    from array import array
+
+    return array(kind, values)
+
+
+def train(rehearsal) -> None:
+    run = the_run(rehearsal)
+    run("03", **DATASET)
+    run("04", **TRAINING)
+    counts = run.manifest("04_draft").counts
+    lengths = {name: figures["walk"][str(K)]["length"] for name, figures in counts["baselines"].items()}
+    length = counts["acceptance"]["walk"][str(K)]["length"]
+    rehearsal.check(
+        "SmolLM2: the draft beats the untrained one and the bigram floor", length > max(lengths.values()), lengths
+    )
+    rehearsal.note("SmolLM2 training", f"{counts['tokens']:,} tokens, {counts['seconds']:.0f} s")
+
+
+def serve(rehearsal) -> None:
+    run, check = the_run(rehearsal), rehearsal.check
+    export = run.folder / "04_draft" / "export"
+    check_broken_exports(check, export, run.folder)
+    records = held_out_records(run)
+    prompts = [record["prompt_ids"] for record in records]
+    engines = [None, {"draft": str(export.resolve()), "k": K}]
+    plain, drafted = decode(run, "smollm2-serve", _path(MODEL), prompts, MAX_TOKENS, engines)
+    check_lossless(check, "SmolLM2", run, records, plain["outputs"], drafted["outputs"])
+    walk = run.manifest("04_draft").counts["acceptance"]["walk"][str(K)]
+    row = check_acceptance(check, f"SmolLM2 k={K}", drafted, walk)
+    rehearsal.note(f"SmolLM2 acceptance, {len(records)} held-out replies, k={K}", row)
+    rehearsal.note("SmolLM2 seconds without and with the draft", f"{plain['seconds']:.0f}, {drafted['seconds']:.0f}")
+    rehearsal.figures |= {"engine": engine_length(drafted), "offline": walk["length"]}
+
+
+def _path(folder: str):
+    from tests.rehearse.server import REPOSITORY
+
+    return REPOSITORY / folder
