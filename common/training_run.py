@@ -47,7 +47,7 @@ class TrainingRun:
 
         config = draft_config(settings.draft, self.text, facts["eps"], len(self.aux_layers), len(kept))
         self.draft = Draft(config, target["embedding"]).to(ranks.device)
-        self.draft.initialise(target["lm_head"][kept].float(), s.seed, s.fc_init, norm=target["norm"].float())
+        self.draft.initialise(target["lm_head"][kept].float(), s.seed, s.fc_init)
         self.unrolled = UnrolledStep(
             self.draft,
             target["norm"].to(ranks.device),
