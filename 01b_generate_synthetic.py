@@ -6,7 +6,8 @@
 
 Reads questions (a hub data set or a local file); writes RUN/01_synthetic/part-*.jsonl, one record a line, with
 prompt_ids + output_ids as the truth, and failures.jsonl with what is missing and why. Stop it at will: the same command
-goes on where it stopped. `--probe` first: it asks one question and says whether the server is ready.
+goes on where it stopped. `--probe` first: it asks one question and says whether the server is ready. Several nodes:
+`--part 1/2` on one, `--part 2/2` on the other; 02 reads both as one.
 """
 
 import asyncio
@@ -15,7 +16,9 @@ from pathlib import Path
 
 from common.command_line import Settings, load_settings
 from common.errors import TooManyFailures, UserError, guarded
+from common.forecast import ask_nobody, show_forecast
 from common.generate import Generation
+from common.parts import HELP, Part, parse_part, stage_folder
 from common.planning import Planner, input_fingerprint
 from common.progress import say, table
 from common.prompts import QuestionStream
@@ -31,23 +34,24 @@ def main() -> int:
     switches = {
         "probe": "ask one question, show what the server sends, say whether it is ready",
         "print-server-command": "print the command that starts a generation server for this config",
+        "part=I/N": HELP,
     }
-    settings = load_settings(None, __doc__, ("target", "questions", "generate"), switches)
+    settings = load_settings(None, __doc__, ("target", "questions", "generate", "plan"), switches)
     if settings.flags.print_server_command:
         return print_server_command(settings)
     os.environ.setdefault("HF_HUB_DISABLE_PROGRESS_BARS", "1")
-    folder = settings.run_dir / STAGE
-    touches_nothing = settings.dry_run or settings.flags.probe
-    protocol = load_protocol(settings.target, None if touches_nothing else settings.run_dir)
+    part = parse_part(settings.flags.part)
+    folder = stage_folder(settings.run_dir / STAGE, part)
+    if settings.dry_run:
+        return dry_run(settings, folder, part)
+    protocol = load_protocol(settings.target, None if settings.flags.probe else settings.run_dir)
     if settings.flags.probe:
         from common.probe import probe
 
         return asyncio.run(probe(settings, protocol, make_engine(settings, protocol)))
     questions = QuestionStream(settings.questions)
-    if settings.dry_run:
-        return dry_run(settings, folder, protocol, questions)
 
-    with stage_lock(folder.parent / f".{STAGE}"):
+    with stage_lock(folder.parent / f".{folder.name}"):
         fingerprint = settings.fingerprint() | input_fingerprint(settings.questions, protocol)
         shown = settings.as_dict()
         shown["generate"]["api_key"] = "(not stored)"
@@ -55,7 +59,7 @@ def main() -> int:
         counts, records, failures = Counts(), JsonlParts(folder), FailureList(folder)
         stored = Stored(records.paths(), counts, protocol)
         show_plan(settings, protocol, questions, folder, len(stored), records.torn_bytes)
-        planner = make_planner(settings, questions, protocol, stored, counts, failures)
+        planner = make_planner(settings, questions, protocol, stored, counts, failures, part)
 
         async def generate() -> None:
             async with make_engine(settings, protocol) as engine:
@@ -63,18 +67,18 @@ def main() -> int:
                 manifest.complete = False
                 manifest.save(folder)
                 run = Generation(engine, protocol, settings.generate, planner, records, stored, failures, counts)
-                await run.run(wanted_at_most(settings, questions))
+                await run.run(wanted_at_most(settings, questions, part))
 
         try:
             if planner.has_work():
                 asyncio.run(generate())
-            manifest.complete = planner.finished and counts.done > 0 and not too_many_failed(settings, counts)
+            manifest.complete = planner.finished and planner.numbered > 0 and not too_many_failed(settings, counts)
         finally:
             records.close()
             failures.close()
             save_manifest(manifest, folder, records, counts)
             summary(folder, settings, counts)
-    if not counts.done and not counts.failed:
+    if not planner.numbered:
         raise UserError(f"no question of {settings.questions.dataset} can be asked: {listed(counts.skipped)}")
     if too_many_failed(settings, counts):
         raise TooManyFailures(
@@ -93,9 +97,9 @@ def print_server_command(settings: Settings) -> int:
     return 0
 
 
-def make_planner(settings: Settings, questions, protocol, stored, counts, failures) -> Planner:
+def make_planner(settings: Settings, questions, protocol, stored, counts, failures, part: Part) -> Planner:
     takes_ids = settings.generate.engine == "local"
-    return Planner(questions, settings.generate, protocol, takes_ids, settings.n, stored, counts, failures)
+    return Planner(questions, settings.generate, protocol, takes_ids, settings.n, stored, counts, failures, part)
 
 
 def make_engine(settings: Settings, protocol: Protocol):
@@ -108,11 +112,12 @@ def make_engine(settings: Settings, protocol: Protocol):
     return OpenAIServers(settings.generate, protocol)
 
 
-def wanted_at_most(settings: Settings, questions: QuestionStream) -> int | None:
+def wanted_at_most(settings: Settings, questions: QuestionStream, part: Part) -> int | None:
     """Samples that can come of the rows, or None where that is not known before they are read."""
     known = questions.rows is not None and settings.questions.turns == "first"
     rows = questions.rows * settings.generate.repeats if known else None
-    return min((count for count in (rows, settings.n) if count is not None), default=None)
+    wanted = min((count for count in (rows, settings.n) if count is not None), default=None)
+    return wanted and -(-wanted // part.count)
 
 
 def show_plan(settings: Settings, protocol: Protocol, questions: QuestionStream, folder: Path, there: int, torn: int):
@@ -131,15 +136,24 @@ def show_plan(settings: Settings, protocol: Protocol, questions: QuestionStream,
     table(rows)
 
 
-def dry_run(settings: Settings, folder: Path, protocol: Protocol, questions: QuestionStream) -> int:
-    """Count what would be asked, and what is there already; touches nothing."""
+def dry_run(settings: Settings, folder: Path, part: Part) -> int:
+    """Count what would be asked, and what is there already; touches nothing and asks nobody."""
+    ask_nobody()
+    local = Path(settings.questions.dataset).suffix and Path(settings.target.model).is_dir()
+    try:
+        protocol, questions = load_protocol(settings.target), QuestionStream(settings.questions)
+    except UserError as error:
+        if local or "no such file" in str(error):
+            raise
+        say(f"01b dry run: {settings.questions.dataset} -> {folder} (nothing is written)")
+        return show_forecast(settings, f"not counted, as it is not on this machine yet: {error}")
     counts, g, paths = Counts(), settings.generate, []
     if (folder / MANIFEST).exists() and not settings.fresh:
         fingerprint = settings.fingerprint() | input_fingerprint(settings.questions, protocol)
         check_fingerprint(folder, Manifest.load(folder, STAGE).fingerprint, fingerprint)
         paths = sorted(folder.glob("part-*.jsonl"))
     stored = Stored(paths, counts, protocol)
-    planner = make_planner(settings, questions, protocol, stored, counts, None)
+    planner = make_planner(settings, questions, protocol, stored, counts, None, part)
     missing = sum(sum(id not in stored for id in unit.ids) for unit in planner)
     say(f"01b dry run: {settings.questions.dataset} -> {folder} (nothing is written)")
     most = missing * g.max_tokens
@@ -156,7 +170,7 @@ def dry_run(settings: Settings, folder: Path, protocol: Protocol, questions: Que
             ("time", f"about {missing * mean_s / lanes / 60:.1f} min" if mean_s else "known after the first samples"),
         ]
     )
-    return 0
+    return show_forecast(settings)
 
 
 def too_many_failed(settings: Settings, counts: Counts) -> bool:

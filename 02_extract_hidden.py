@@ -5,7 +5,8 @@
 
 Reads RUN/01_synthetic; writes RUN/02_hidden/shard-*.safetensors of about 1 GiB: ids, loss mask, the residual stream at
 the input of the aux layers, and the last state before the final norm. Every shard is checked against the target's own
-choices as stored; a run whose states do not predict the target's own tokens stops. The same command resumes.
+choices as stored; a run whose states do not predict the target's own tokens stops. The same command resumes. Several
+nodes: `--part 1/2` on one, `--part 2/2` on the other; 03 reads both as one.
 """
 
 import os
@@ -13,11 +14,13 @@ from pathlib import Path
 
 from common.command_line import Settings, load_settings
 from common.errors import TooManyFailures, UserError, guarded
+from common.forecast import ask_nobody, is_there, show_forecast, show_missing
+from common.parts import HELP, load_stage, parse_part, stage_files, stage_folder
 from common.progress import say, table
 from common.protocol import load_protocol
 from common.storage import JsonlParts, Manifest, check_free_space, open_stage, stage_lock
 from common.streams import StreamReader
-from common.target import TargetSizes, read_sizes, read_tensors, target_digest
+from common.target import TargetSizes, planned_sizes, read_sizes, read_tensors, target_digest
 
 STAGE, INPUT = "02_hidden", "01_synthetic"
 
@@ -26,21 +29,29 @@ def main() -> int:
     switches = {
         "verify": "re-read and check all shards; damaged ones are extracted again",
         "print-server-command": "print the command that starts an extraction server for this config",
+        "part=I/N": HELP,
     }
-    settings = load_settings(None, __doc__, ("target", "extract"), switches)
+    settings = load_settings(None, __doc__, ("target", "extract", "plan"), switches)
     os.environ.setdefault("HF_HUB_DISABLE_PROGRESS_BARS", "1")
-    folder, source = settings.run_dir / STAGE, settings.run_dir / INPUT
-    sizes = read_sizes(settings.target)
+    part, source = parse_part(settings.flags.part), settings.run_dir / INPUT
+    folder = stage_folder(settings.run_dir / STAGE, part)
+    if settings.dry_run:
+        ask_nobody()
+        if not is_there(source):
+            return show_missing(settings, "02", source)
+    sizes = (planned_sizes if settings.flags.print_server_command else read_sizes)(
+        settings.target, settings.file["sizes"]
+    )
     aux_layers = sizes.aux_layers(settings.extract.aux_layers)
     if settings.flags.print_server_command:
         return print_server_command(settings, aux_layers, sizes.layers)
-    records = Manifest.load(source, INPUT)
+    records = load_stage(source, INPUT)
     check_input(records, source)
     reader = StreamReader(
         source, load_protocol(settings.target), sizes.vocab_size, settings.extract.max_tokens_per_sample
     )
-    places = reader.places(settings.n)
-    if not places:
+    places = [place for place in reader.places(settings.n) if part.holds(place.id)]
+    if not places and (part.count == 1 or reader.rejected):
         raise UserError(f"{source} holds no usable record ({dict(reader.rejected) or 'it is empty'}); run 01b first")
 
     from common.extract import Extraction, plan_shards
@@ -50,8 +61,9 @@ def main() -> int:
     digest = target_digest(settings.target)
     kind = ShardKind(settings.target.model, digest, sizes.hidden_size, aux_layers, settings.extract.store_dtype)
     if settings.dry_run:
-        return show_plan(settings, sizes, kind, places, reader, there=known_ids(folder, Shard))
-    with stage_lock(folder.parent / f".{STAGE}"):
+        show_plan(settings, sizes, kind, places, reader, there=known_ids(folder, Shard))
+        return show_forecast(settings)
+    with stage_lock(folder.parent / f".{folder.name}"):
         fingerprint = records.fingerprint | settings.fingerprint()
         fingerprint |= {"aux_layers": list(aux_layers), "target_digest": kind.target_digest}
         manifest = open_stage(folder, STAGE, fingerprint, settings.as_dict(), settings.fresh)
@@ -105,7 +117,8 @@ def print_server_command(settings: Settings, aux_layers: tuple[int, ...], layers
 
 def check_input(records: Manifest, source: Path) -> None:
     bad = records.verify(source)
-    strays = {path.name for path in source.glob("part-*.jsonl")} - records.files.keys()
+    there = {path.relative_to(source).as_posix() for path in stage_files(source, "part-*.jsonl")}
+    strays = there - records.files.keys()
     if strays:  # killed before it could name them, or still running
         raise UserError(f"{source}/{min(strays)} is in no manifest: 01b did not finish; rerun it")
     if bad:
@@ -183,7 +196,7 @@ def finish(settings: Settings, folder: Path, manifest: Manifest, run, reader: St
         raise TooManyFailures(
             f"{run.failed} of {asked} sequences failed, see {folder}/failures-00000.jsonl; rerun to retry"
         )
-    if not manifest.files:
+    if asked and not manifest.files:
         raise UserError(f"no sequence of {settings.run_dir / INPUT} could be extracted")
     return 0
 

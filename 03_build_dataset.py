@@ -11,6 +11,8 @@ from pathlib import Path
 
 from common.command_line import Settings, load_settings
 from common.errors import UserError, guarded
+from common.forecast import ask_nobody, is_there, show_forecast, show_missing
+from common.parts import load_stage
 from common.progress import Progress, say, table
 from common.protocol import Protocol, load_protocol
 from common.storage import Manifest, atomic_path, check_fingerprint, digest, open_stage, stage_lock, write_json
@@ -21,10 +23,14 @@ STAGE, INPUT = "03_dataset", "02_hidden"
 
 def main() -> int:
     switches = {"inspect=ID": "print a sample with its loss mask, and build nothing"}
-    settings = load_settings(None, __doc__, ("target", "dataset"), switches)
+    settings = load_settings(None, __doc__, ("target", "dataset", "plan"), switches)
     os.environ.setdefault("HF_HUB_DISABLE_PROGRESS_BARS", "1")
     folder, source = settings.run_dir / STAGE, settings.run_dir / INPUT
-    shards = Manifest.load(source, INPUT)
+    if settings.dry_run:
+        ask_nobody()
+        if not is_there(source):
+            return show_missing(settings, "03", source)
+    shards = load_stage(source, INPUT)
     bad = shards.verify(source, hashes=False)
     if bad or not shards.files:
         raise UserError(f"{source}: {f'{bad[0]} is damaged or missing' if bad else 'no shards'}; rerun 02")
@@ -35,14 +41,14 @@ def main() -> int:
     protocol = load_protocol(settings.target)
     if settings.flags.inspect:
         return inspect(settings.flags.inspect, shards, source, protocol)
-    sizes = read_sizes(settings.target)
+    sizes = read_sizes(settings.target, settings.file["sizes"])
 
     import torch
     from safetensors.torch import save_file
 
     from common.dataset import HELD_OUT, TRAIN, IndexBuilder, Packs
     from common.shards import Shard
-    from common.vocab import choose_tokens, coverage, coverage_table, mappings
+    from common.vocab import byte_tokens, choose_tokens, coverage, coverage_table, mappings
 
     say(f"03 build: {source} -> {folder}" + " (dry run)" * settings.dry_run)
     if settings.dry_run:
@@ -53,7 +59,7 @@ def main() -> int:
                 ("writes", "index, vocabulary, head; no states"),
             ]
         )
-        return 0
+        return show_forecast(settings)
 
     builder = IndexBuilder(settings.dataset, sizes.vocab_size)
     with Progress("index", len(shards.files), "shards") as progress:
@@ -68,6 +74,11 @@ def main() -> int:
         )
 
     always = protocol_tokens(protocol)
+    with_bytes = sorted({*always, *byte_tokens(protocol.tokenizer)})
+    if settings.dataset.draft_vocab_size == 0 or settings.dataset.draft_vocab_size >= len(with_bytes):
+        always = with_bytes
+    else:
+        say(f"  note: a draft vocabulary below {len(with_bytes)} cannot hold every single byte; the frequent ones stay")
     kept = choose_tokens(builder.counts, settings.dataset.draft_vocab_size, always)
     d2t, t2d = mappings(kept, sizes.vocab_size)
     with stage_lock(folder.parent / f".{STAGE}"):

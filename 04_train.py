@@ -3,10 +3,15 @@
     python 04_train.py --config configs/kimi-k2.5.toml
     torchrun --nproc-per-node 8 04_train.py --config configs/kimi-k2.5.toml
     python 04_train.py --config configs/demo.toml --epochs 3
+    python 04_train.py --export-only runs/kimi-k2.5/04_draft/checkpoints/step-00000200
+    python 04_train.py --check-export runs/kimi-k2.5/04_draft/export
+    python 04_train.py --serve-eval http://localhost:8000 --without-draft http://localhost:8001 --questions file.jsonl
 
 Reads RUN/03_dataset and the shards of RUN/02_hidden; writes RUN/04_draft: checkpoints, metrics.jsonl, report.html and
 export/, the folder to serve. What is exported is the checkpoint with the best held-out acceptance length.
 Ctrl-C and SIGTERM checkpoint first; the same command goes on, to the same losses as an unbroken run.
+--check-export says what vLLM and SGLang would do with any EAGLE-3 folder, ours or a published one.
+--serve-eval asks a running vLLM server and reads its counters; writes serve_eval.json and a section of report.html.
 """
 
 import os
@@ -14,65 +19,101 @@ import time
 from pathlib import Path
 
 from common.command_line import Settings, load_settings
-from common.errors import UserError, guarded
+from common.errors import TooManyFailures, UserError, guarded
+from common.forecast import ask_nobody, is_there, show_forecast, show_missing
 from common.progress import Progress, say, table
-from common.storage import Manifest, open_stage, stage_lock
+from common.storage import MANIFEST, Manifest, open_stage, stage_lock, write_json
 
 STAGE, INPUT, STATES = "04_draft", "03_dataset", "02_hidden"
+SWITCHES = {
+    "export-only=CHECKPOINT": "export this checkpoint of the run instead of the best one; train nothing",
+    "check-export=FOLDER": "say what vLLM and SGLang would do with an EAGLE-3 folder; needs no run",
+}
+MAX_FAILED_SHARE = 0.05  # of --serve-eval's questions
 
 
-def main() -> None:
-    settings = load_settings(None, __doc__, ("target", "draft", "train"))
+def main() -> int | None:
+    settings = load_settings(None, __doc__, ("target", "draft", "train", "serving", "plan"), SWITCHES)
     os.environ.setdefault("HF_HUB_DISABLE_PROGRESS_BARS", "1")
     folder, source = settings.run_dir / STAGE, settings.run_dir / INPUT
+    if settings.flags.check_export:
+        from common.draft_check import print_findings
+
+        return print_findings(Path(settings.flags.check_export))
+    if settings.serving.serve_eval:
+        return measure_serving(settings, folder)
+    checkpoint = chosen_checkpoint(settings, folder) if settings.flags.export_only else None
+    if settings.dry_run:
+        ask_nobody()
+        if not is_there(source):
+            return show_missing(settings, "04", source)
     dataset = Manifest.load(source, INPUT)
     bad = dataset.verify(source)
     if bad or not dataset.complete:
         raise UserError(f"{source}{f'/{bad[0]} is not what 03 wrote' if bad else ' is not complete'}; rerun 03")
 
-    from common.training import start_ranks
+    from common.parallel import start_ranks
     from common.training_run import TrainingRun
+    from common.warm_start import weight_hashes
 
     ranks = start_ranks(settings.train.device)
+    if checkpoint and ranks.world > 1:
+        raise UserError("--export-only is one process's work: run it without torchrun")
     run = TrainingRun(settings, dataset, source, settings.run_dir / STATES, ranks)
     if ranks.first:
         say(f"04 train: {source} -> {folder}" + " (dry run)" * settings.dry_run)
         table(run.plan())
     if settings.dry_run:
-        return
+        return show_forecast(settings) if ranks.first else 0
     with stage_lock(settings.run_dir / f".{STAGE}-{ranks.rank}"):
         fingerprint = dataset.fingerprint | settings.fingerprint()
+        if settings.train.warm_start:
+            fingerprint["train.warm_start"] = weight_hashes(settings.train.warm_start)  # wherever the folder lies
         manifest = None
         if ranks.first:
             manifest = open_stage(folder, STAGE, fingerprint, settings.as_dict(), settings.fresh)
         ranks.wait()  # until the folder is the one that all of them shall read
         run.open(folder)
-        if run.step < run.total_steps:
+        if run.step < run.total_steps and not checkpoint:
             train(run)
         if ranks.first:
-            finish(run, folder, manifest, settings)
+            finish(run, folder, manifest, settings, checkpoint)
+    return None
+
+
+def chosen_checkpoint(settings: Settings, folder: Path) -> Path:
+    """The checkpoint of --export-only; raises UserError where it is none of this run."""
+    path, own = Path(settings.flags.export_only), folder / "checkpoints"
+    if not (path / "state.json").is_file() or path.resolve().parent != own.resolve():
+        found = ", ".join(sorted(p.name for p in own.glob("step-*"))) or "none"
+        raise UserError(f"--export-only {path}: no checkpoint of {folder} (there: {found}); set --run-dir to its run")
+    if settings.fresh:
+        raise UserError("--export-only and --fresh contradict each other: --fresh would set the checkpoint aside")
+    return path
 
 
 def train(run) -> None:
-    """The training loop: unrolled steps over packs, AdamW, held-out acceptance, checkpoints."""
+    """The training loop: unrolled steps over packs, the optimizer, held-out acceptance, checkpoints."""
     import torch
 
+    from common.parallel import gradients, whole
     from common.training import StopSignal, global_counts, learning_rate, prefetched, step_packs
 
     s, ranks, stop = run.settings.train, run.ranks, StopSignal(run.ranks)
     if not run.baselines:
         run.measure_baselines()
     wanted = (step_packs(run.order, step, s, ranks) for step in range(run.step, run.total_steps))
-    with Progress("train", run.total_steps, "steps", done=run.step) as progress:
+    with Progress("train", run.total_steps, "steps", done=run.step, shown=ranks.first) as progress:
         for batch in prefetched(run.packs, wanted, ranks.device):
             started = time.monotonic()
             counts = global_counts(batch, s.unrolled_steps, ranks)
             results = []
             for pack in batch:
-                results.append(run.module(pack, counts))
-                # The loss is this pack's share of the mean over all ranks' packs; DDP averages where we need the sum.
-                (results[-1].loss * ranks.world).backward()
-            norm = torch.nn.utils.clip_grad_norm_(run.trained, s.grad_clip)
+                with gradients(run.module, last=pack is batch[-1]):
+                    results.append(run.module(pack, counts))
+                    # This pack's share of the mean over all ranks' packs; ranks average where we need the sum.
+                    (results[-1].loss * ranks.world).backward()
+            norm = whole(torch.nn.utils.clip_grad_norm_(run.trained, s.grad_clip))
             run.check_finite(batch, results, norm)
             for group in run.optimizer.param_groups:
                 group["lr"] = learning_rate(run.step, run.total_steps, s)
@@ -81,7 +122,7 @@ def train(run) -> None:
 
             run.step += 1
             run.tokens += int(ranks.sum(torch.tensor([sum(len(pack.input_ids) for pack in batch)])))
-            run.log_step(results, counts, norm, time.monotonic() - started, progress)
+            run.log_step(batch, results, counts, norm, time.monotonic() - started, progress)
             last, stopping = run.step == run.total_steps, stop.asked()
             best = (last or run.step % run.eval_every == 0) and run.evaluate()
             if best or last or stopping or run.step % run.checkpoint_every == 0:
@@ -90,28 +131,39 @@ def train(run) -> None:
                 raise KeyboardInterrupt
 
 
-def finish(run, folder: Path, manifest: Manifest, settings: Settings) -> None:
-    """Export the best checkpoint, write the report and the manifest, print the summary."""
-    from common.evaluation import sample_views
+def finish(run, folder: Path, manifest: Manifest, settings: Settings, checkpoint: Path | None = None) -> None:
+    """Export the best checkpoint, or the given one, write the report and the manifest, print the summary."""
+    from common.checkpoint import load_checkpoint
     from common.export import describe, export
-    from common.protocol import load_protocol
-    from common.report import write_report
+    from common.model_card import model_card
+    from common.speculators_format import write_speculators
 
-    chosen = run.load_best()
-    export(folder / "export", run.draft, run.d2t, run.t2d, run.aux_layers, run.text)
+    chosen = load_checkpoint(checkpoint, run.draft, None)["step"] if checkpoint else run.load_best()
     figures, replies = run.measure()
-    samples = sample_views(run.held_out, replies, load_protocol(settings.target), int(run.main_k), 3)
-    write_report(folder / "report.html", run.report_facts(chosen), run.metrics(), samples)
+    served, other, k = folder / "export", folder / "export-speculators", int(run.main_k)
+    card = model_card(settings.target, str(served), run.report_facts(chosen), figures, k)
+    export(served, run.draft, run.d2t, run.t2d, run.aux_layers, run.text, card=card)
+    if settings.serving.export_format == "speculators" or other.exists():  # never two exports of different weights
+        write_speculators(other, served, settings.target.model, k)
+    run.write_report(chosen, replies)
+    run.loggers.close()
+    main = figures["walk"].get(run.main_k, {"accepted": []})
+    kept = "  ".join(f"{n / main['drafts']:.0%}" for n in main["accepted"])
+    every, agreed = (figures[name].get(run.main_k, 1) for name in ("per_position", "per_position_argmax"))
+    per_position = f"{every:.3f}, {agreed:.3f} against the target's first choice"
+    speeds = "  ".join(f"{k}: {speed:.2f}x" for k, speed in figures["speed_up"].items() if speed)
 
     def length(of: dict) -> str:
         value = of.get("walk", {}).get(run.main_k, {}).get("length")
         return f"{value:.3f}" if value else "-"
 
-    for name in ("export/config.json", "export/model.safetensors", "metrics.jsonl", "report.html"):
+    for path in (*served.iterdir(), *(other.iterdir() if other.exists() else ())):
+        manifest.add_file(folder, str(path.relative_to(folder)))
+    for name in ("metrics.jsonl", "report.html"):
         manifest.add_file(folder, name)
     manifest.counts = {"steps": run.step, "tokens": run.tokens, "seconds": run.seconds, "chosen_step": chosen}
     manifest.counts |= {"acceptance": figures, "baselines": run.baselines}
-    manifest.complete = True
+    manifest.complete = manifest.complete or run.step == run.total_steps
     manifest.save(folder)
     say(f"04 done: {run.step} steps, {run.tokens:,} tokens in {run.seconds:.0f} s of training")
     table(
@@ -120,10 +172,48 @@ def finish(run, folder: Path, manifest: Manifest, settings: Settings) -> None:
             ("untrained draft", length(run.baselines.get("untrained", {}))),
             ("bigram floor", length(run.baselines.get("bigram", {}))),
             ("k = 1..", "  ".join(f"{k}: {w['length']:.3f}" for k, w in figures["walk"].items() if w["length"])),
+            ("per position", per_position),
+            ("accepted by position", kept or "-"),
+            ("estimated speed-up", f"{speeds or '-'}  (a draft step costs {settings.train.draft_cost:g} of a forward)"),
             ("export", f"{folder / 'export'}: {describe(folder / 'export')}"),
             ("report", str(folder / "report.html")),
         ]
     )
+
+
+def measure_serving(settings: Settings, folder: Path) -> None:
+    """Ask a running server that drafts; serve_eval.json, a section of report.html, a table."""
+    from common.report_serving import RESULT, refresh
+    from common.serve_eval import QUESTIONS, measure, read_questions, summary
+
+    s = settings.serving
+    questions = read_questions(s, settings.file["questions"], settings.n or QUESTIONS)
+    say(f"04 serve-eval: {s.serve_eval}{f' and {s.without_draft}' * bool(s.without_draft)}")
+    source = s.questions or f"{settings.file['questions'].dataset}, in another order than 01's"
+    asked = f"temperature {s.eval_temperature:g}, at most {s.eval_max_tokens:,} tokens, {s.eval_concurrency} at a time"
+    table([("questions", f"{len(questions)} of {source}"), ("asked", asked)])
+    if settings.dry_run:
+        return
+    facts = measure(s, settings.target, settings.file["generate"], questions)
+    folder.mkdir(parents=True, exist_ok=True)
+    write_json(folder / RESULT, facts)
+    table([*summary(facts), ("written", str(folder / RESULT))])
+    try:
+        with stage_lock(settings.run_dir / f".{STAGE}-0"):
+            put_in = refresh(folder / "report.html")
+            if put_in and (folder / MANIFEST).exists():
+                manifest = Manifest.load(folder, STAGE)
+                manifest.add_file(folder, "report.html")
+                manifest.save(folder)
+        say(
+            f"  {folder / 'report.html'}: "
+            + ("has a section on it" if put_in else "will have a section once 04 writes it")
+        )
+    except UserError as error:
+        say(f"  {error}: the next report of that run will have the section")
+    failed = facts["with_draft"]["failed"]
+    if failed > MAX_FAILED_SHARE * len(questions):
+        raise TooManyFailures(f"{failed} of {len(questions)} questions failed; {folder / RESULT} has the others")
 
 
 if __name__ == "__main__":

@@ -12,33 +12,37 @@ from safetensors.torch import load_file, save_file
 from torch import nn
 
 from common.errors import UserError
+from common.parallel import like, whole
 from common.storage import read_json, sha256, sync_folder, write_json
+from common.training import Optimizers
 
 PREFIX = "step-"
 
 
-def trained_tensors(module: nn.Module) -> dict[str, torch.Tensor]:
-    """The trained parameters by name, on the CPU."""
-    return {name: p.detach().cpu().contiguous() for name, p in module.named_parameters() if p.requires_grad}
+def save_checkpoint(folder: Path, module: nn.Module, optimizer: Optimizers, state: dict, first: bool = True) -> Path:
+    """Write a checkpoint under a temporary name, sync it, rename the complete folder.
 
-
-def save_checkpoint(folder: Path, module: nn.Module, optimizer: torch.optim.Optimizer, state: dict) -> Path:
-    """Write a checkpoint under a temporary name, sync it, rename the complete folder."""
-    name = f"{PREFIX}{state['step']:08d}"
-    final, temporary = folder / name, folder / f".{name}.tmp"
-    shutil.rmtree(temporary, ignore_errors=True)
-    temporary.mkdir(parents=True)
-    save_file(trained_tensors(module), temporary / "model.safetensors")
-    names = [n for n, p in module.named_parameters() if p.requires_grad]
-    parameters = {id(p): n for n, p in module.named_parameters()}
+    Every rank calls it, since shared-out tensors are put together for the file; the `first` one writes.
+    """
+    names = {id(p): name for name, p in module.named_parameters() if p.requires_grad}
     moments = {
-        f"{parameters[id(p)]}/{key}": torch.as_tensor(value).detach().cpu().contiguous()
-        for p, values in optimizer.state.items()
+        f"{names[id(p)]}/{key}": torch.as_tensor(value)
+        for part in optimizer.parts
+        for p, values in part.state.items()
         for key, value in values.items()
     }
+    trained = {name: p for name, p in module.named_parameters() if p.requires_grad}
+    tensors, moments = _on_cpu(trained, first), _on_cpu(moments, first)
+    name = f"{PREFIX}{state['step']:08d}"
+    final, temporary = folder / name, folder / f".{name}.tmp"
+    if not first:
+        return final
+    shutil.rmtree(temporary, ignore_errors=True)
+    temporary.mkdir(parents=True)
+    save_file(tensors, temporary / "model.safetensors")
     save_file(moments, temporary / "optimizer.safetensors")
     hashes = {f: sha256(temporary / f) for f in ("model.safetensors", "optimizer.safetensors")}
-    write_json(temporary / "state.json", state | {"sha256": hashes, "parameters": names})
+    write_json(temporary / "state.json", state | {"sha256": hashes, "parameters": list(trained)})
     for file in temporary.iterdir():
         with open(file, "rb") as handle:
             os.fsync(handle.fileno())
@@ -49,7 +53,17 @@ def save_checkpoint(folder: Path, module: nn.Module, optimizer: torch.optim.Opti
     return final
 
 
-def load_checkpoint(path: Path, module: nn.Module, optimizer: torch.optim.Optimizer | None) -> dict:
+def _on_cpu(tensors: dict[str, torch.Tensor], keep: bool) -> dict[str, torch.Tensor]:
+    """Whole tensors on the CPU; put together one at a time, and dropped by ranks that do not write them."""
+    found = {}
+    for name in sorted(tensors):  # in the same order on every rank
+        tensor = whole(tensors[name].detach())
+        if keep:
+            found[name] = tensor.cpu().contiguous()
+    return found
+
+
+def load_checkpoint(path: Path, module: nn.Module, optimizer: Optimizers | None) -> dict:
     """Put a checkpoint's tensors into `module` and `optimizer`; returns its state. Raises UserError when damaged."""
     state = read_json(path / "state.json")
     for name, wanted in state["sha256"].items():
@@ -63,15 +77,19 @@ def load_checkpoint(path: Path, module: nn.Module, optimizer: torch.optim.Optimi
         raise UserError(f"{path} is of another draft: {', '.join(odd[:4])} differ")
     with torch.no_grad():
         for name, parameter in parameters.items():
-            parameter.copy_(tensors[name])
+            parameter.copy_(like(tensors[name], parameter))
     if optimizer is not None:
-        moments = load_file(path / "optimizer.safetensors")
-        for name, parameter in parameters.items():
-            found = {key.rsplit("/", 1)[1]: value for key, value in moments.items() if key.rsplit("/", 1)[0] == name}
-            if found:
-                step = found.pop("step").to(parameter.device)  # where the fused AdamW wants it
-                moved = {key: value.to(parameter.device, parameter.dtype) for key, value in found.items()}
-                optimizer.state[parameter] = {"step": step, **moved}
+        moments: dict[str, dict] = {}
+        for key, value in load_file(path / "optimizer.safetensors").items():
+            name, _, kind = key.rpartition("/")
+            moments.setdefault(name, {})[kind] = value
+        names = {id(p): name for name, p in parameters.items()}
+        for part in optimizer.parts:
+            for p in (p for group in part.param_groups for p in group["params"]):
+                found = moments.get(names[id(p)], {})
+                # the fused AdamW wants the step's number as a plain tensor beside the parameter
+                steps = {"step": found.pop("step").to(p.device)} if "step" in found else {}
+                part.state[p] = steps | {kind: like(value, p) for kind, value in found.items()}
     return state
 
 

@@ -27,6 +27,7 @@ class Settings:
     fresh: bool
     flags: argparse.Namespace
     sections: dict[str, object]
+    file: dict[str, object]  # all sections, those that this stage does not read as the file has them: for dry runs
 
     def __getattr__(self, name: str):
         try:
@@ -76,8 +77,11 @@ def load_settings(
         flags = {key: tuple(value) if isinstance(value, list) else value for key, value in flags.items()}
         chosen[name] = cls(**{**values[name], **flags})
         _check_numbers(name, chosen[name])
+    whole = {name: cls(**values[name]) for name, cls in SECTIONS.items()} | chosen
+    if "target" in chosen and args.model not in (None, values["target"].get("model")):
+        whole["sizes"] = SECTIONS["sizes"]()  # the file's are those of its own model
     run_dir = Path(args.run_dir) if args.run_dir else Path("runs") / config.stem
-    return Settings(config, run_dir, args.n, args.dry_run, args.fresh, args, chosen)
+    return Settings(config, run_dir, args.n, args.dry_run, args.fresh, args, chosen, whole)
 
 
 def _item_type(f: Field) -> tuple[type, bool]:

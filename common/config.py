@@ -128,7 +128,7 @@ class DraftModel:
     attention_heads: int = setting(0, "query heads")
     key_value_heads: int = setting(0, "key and value heads")
     head_dim: int = setting(0, "width of a head")
-    norm_before_residual: bool = setting(False, "the residual is the normed state")
+    norm_before_residual: bool = setting(True, "the residual is the normed state")
     norm_before_fc: bool = setting(False, "one RMSNorm over all aux states before fc")
     fc_norm: bool = setting(False, "one RMSNorm per aux state before fc (EAGLE-3.1)")
     norm_output: bool = setting(False, "feed back the state after the final norm (EAGLE-3.1)")
@@ -141,21 +141,98 @@ class Train:
     epochs: float = setting(1.0, "passes over the training split", "epochs")
     learning_rate: float = setting(1e-4, "highest learning rate")
     warmup_share: float = setting(0.05, "share of the steps with rising learning rate")
-    weight_decay: float = setting(0.0, "AdamW weight decay")
+    optimizer: str = setting(
+        "adamw", "'muon': Muon for the layer and fc, AdamW for the rest", "", True, ("adamw", "muon")
+    )
+    weight_decay: float = setting(0.0, "weight decay of the matrices")
     grad_clip: float = setting(1.0, "highest gradient norm")
     packs_per_step: int = setting(1, "packed batches of an optimizer step, over all ranks", "packs", least=1)
     unrolled_steps: int = setting(7, "unrolled draft steps in training", "steps", least=1)
     eval_steps: int = setting(7, "unrolled draft steps in evaluation: acceptance for k = 1 to this", "steps", least=1)
     step_weight: float = setting(0.8, "loss weight of step s is this to the power s")
+    step_weights: tuple[float, ...] = setting((), "loss weight of each step, in place of step_weight's powers")
+    hard_label_share: float = setting(0.0, "share of the loss against the target's first choice alone, 0 to 1")
+    train_embedding: bool = setting(False, "train the copy of the target's embedding too, in float32")
     mask_outside_vocab: bool = setting(True, "no loss where the target's choice is outside the draft vocabulary")
     fc_init: str = setting("identity", "start of fc: the last aux state, or random", choices=("identity", "random"))
     seed: int = setting(0, "seed of initial weights and order")
     precision: str = setting("bf16", "compute dtype; master weights are float32", choices=("bf16", "fp32"))
     device: str = setting("auto", "'auto', 'cpu', 'cuda'", content=False)
+    parallel: str = setting(
+        "ddp", "ranks: 'ddp' keeps weights on each, 'fsdp' shares them out", "", False, ("ddp", "fsdp")
+    )
+    compile: bool = setting(True, "compile the element-wise loops (eager where no compiler is found)", content=False)
     warm_start: str = setting("", "folder of a published EAGLE-3 draft to go on from")
+    draft_cost: float = setting(0.05, "time of a draft step over one of the target's forwards", content=False)
+    compare: tuple[str, ...] = setting((), "other run folders whose curves report.html shows too", content=False)
+    tensorboard: bool = setting(
+        False, "write metrics for TensorBoard too, into RUN/04_draft/tensorboard", content=False
+    )
+    wandb: bool = setting(False, "send metrics to Weights & Biases too", content=False)
     eval_every: int = setting(0, "evaluate each so many steps; 0: each epoch", "steps", content=False)
     checkpoint_every: int = setting(0, "checkpoint each so many steps; 0: each evaluation", "steps", content=False)
     keep_checkpoints: int = setting(2, "last checkpoints kept, beside the best", "checkpoints", content=False)
+
+
+@dataclass(frozen=True)
+class Sizes:
+    """The target's sizes, named as in its config.json: what a dry run reads where the checkpoint is not there.
+
+    No flags: they belong to the file's model. Where the checkpoint is there they are asserted; 0: not said.
+    """
+
+    hidden_size: int = setting(0, "width of the residual stream")
+    num_hidden_layers: int = setting(0, "layers")
+    vocab_size: int = setting(0, "rows of the head")
+    rms_norm_eps: float = setting(0.0, "epsilon of the norms")
+    intermediate_size: int = setting(0, "width of the dense MLP")
+    num_attention_heads: int = setting(0, "query heads")
+    num_key_value_heads: int = setting(0, "key and value heads")
+    head_dim: int = setting(0, "width of a head")
+    q_lora_rank: int = setting(0, "MLA: rank of the queries")
+    kv_lora_rank: int = setting(0, "MLA: rank of keys and values, the cached part")
+    qk_nope_head_dim: int = setting(0, "MLA: width of a head without rotary")
+    qk_rope_head_dim: int = setting(0, "MLA: rotary width")
+    v_head_dim: int = setting(0, "MLA: width of a value")
+    active_b: float = setting(0.0, "weights that one token passes through", "10^9")
+    weights_gb: float = setting(0.0, "the checkpoint on disk and in memory", "GB")
+
+
+@dataclass(frozen=True)
+class Plan:
+    """What a dry run assumes where nothing is measured yet; no result depends on it."""
+
+    assume_samples: int = setting(10_000, "samples, where neither --n nor a file says", "samples", False, least=1)
+    assume_prompt_tokens: int = setting(200, "mean prompt", "tokens", False, least=1)
+    assume_output_tokens: int = setting(3896, "mean reply, reasoning included", "tokens", False, least=1)
+    assume_gpus: int = setting(8, "GPUs of the node", "GPUs", False, least=1)
+    assume_utilisation: float = setting(
+        0.35, "share of the GPUs' published bf16 rate that is reached in training and extraction", content=False
+    )
+    assume_bandwidth: float = setting(
+        0.5, "share of the GPUs' published memory bandwidth that is reached in generation", content=False
+    )
+    assume_disk_gb_s: float = setting(2.0, "what the disk writes", "GB/s", False)
+
+
+@dataclass(frozen=True)
+class Serving:
+    """What 04 exports, and how it measures a draft on running vLLM servers (04 --serve-eval)."""
+
+    export_format: str = setting(
+        "eagle3",
+        "'eagle3': what vLLM and SGLang load; 'speculators': that layout too, in export-speculators/",
+        "",
+        False,
+        ("eagle3", "speculators"),
+    )
+    serve_eval: str = setting("", "server that drafts, as http://localhost:8000: measure it", content=False)
+    without_draft: str = setting("", "the same target without a draft, to compare with", content=False)
+    questions: str = setting("", "question file; empty: the config's data set in another order", content=False)
+    eval_concurrency: int = setting(8, "requests in flight", "requests", content=False, least=1)
+    eval_temperature: float = setting(0.0, "sampling temperature; 0: greedy", content=False)
+    eval_max_tokens: int = setting(1024, "longest reply, reasoning included", "tokens", content=False, least=1)
+    eval_timeout_s: float = setting(3600.0, "deadline of one request", "s", content=False)
 
 
 SECTIONS = {
@@ -166,4 +243,7 @@ SECTIONS = {
     "dataset": Dataset,
     "draft": DraftModel,
     "train": Train,
+    "serving": Serving,
+    "sizes": Sizes,
+    "plan": Plan,
 }

@@ -8,8 +8,9 @@ import hashlib
 import random
 import re
 from collections import Counter
-from collections.abc import Iterator
-from dataclasses import dataclass, field
+from collections.abc import Callable, Iterable, Iterator
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass, field, replace
 from functools import lru_cache
 from pathlib import Path
 
@@ -38,8 +39,9 @@ class Pack:
     ids: list[str]  # sample ids, for messages
 
     def to(self, device: str) -> "Pack":
-        moved = {k: getattr(self, k).to(device, non_blocking=True) for k in ("input_ids", "loss_mask", "aux_hidden")}
-        return Pack(**moved, last_hidden=self.last_hidden.to(device), offsets=self.offsets, ids=self.ids)
+        """The same pack with its tensors on `device`, except the offsets."""
+        names = ("input_ids", "loss_mask", "aux_hidden", "last_hidden")
+        return replace(self, **{name: getattr(self, name).to(device, non_blocking=True) for name in names})
 
 
 @dataclass
@@ -78,7 +80,7 @@ class IndexBuilder:
         self.settings = settings
         self.counts = torch.zeros(vocab_size, dtype=torch.int64)
         self.dropped: Counter = Counter()
-        self.rows: list[tuple[int, ...]] = []
+        self.columns: list[Tensor] = []  # [6, n] a shard, in the order of Index
         self.names: list[str] = []
         try:
             self.pattern = re.compile(settings.source_pattern) if settings.source_pattern else None
@@ -87,42 +89,54 @@ class IndexBuilder:
 
     def add(self, name: str, shard: Shard) -> None:
         """Index one shard's usable sequences."""
-        total = shard.offsets[-1]
-        mask = shard.read("loss_mask", 0, total).bool()
-        ids = shard.read("input_ids", 0, total)
+        ids = shard.read("input_ids", 0, shard.offsets[-1])
+        mask = shard.read("loss_mask", 0, shard.offsets[-1]).bool()
         written = torch.cat([torch.zeros(1, dtype=torch.int64), mask.cumsum(0)])
-        for number, facts in enumerate(shard.facts):
-            start, whole = shard.offsets[number], shard.offsets[number + 1] - shard.offsets[number]
-            length = min(whole, self.settings.pack_tokens)
-            count = int(written[start + length] - written[start])  # behind the cut nothing is trained on
-            reason = self._drop_reason(facts, whole, count)
-            if reason:
-                self.dropped[reason] += 1
-                continue
-            split = HELD_OUT if held_out(facts["question"], self.settings) else TRAIN
-            self.rows.append((len(self.names), number, start, length, count, split))
-            if split == TRAIN:
-                span = slice(start, start + length)
-                self.counts += torch.bincount(ids[span][mask[span]], minlength=len(self.counts))
+        offsets = torch.tensor(shard.offsets)
+        start, whole = offsets[:-1], offsets.diff()
+        length = whole.clamp_max(self.settings.pack_tokens)
+        supervised = written[start + length] - written[start]  # behind the cut nothing is trained on
+
+        kept = torch.ones(len(whole), dtype=torch.bool)
+        for reason, bad in self._drops(shard.facts, whole, supervised):
+            dropped = int((bad & kept).sum())
+            if dropped:
+                self.dropped[reason] += dropped
+            kept &= ~bad
+        split = torch.tensor([HELD_OUT if held_out(f["question"], self.settings) else TRAIN for f in shard.facts])
+        numbers = torch.arange(len(whole))
+        columns = (torch.full_like(numbers, len(self.names)), numbers, start, length, supervised, split)
+        self.columns.append(torch.stack(columns)[:, kept])
         self.names.append(name)
 
-    def _drop_reason(self, facts: dict, length: int, supervised: int) -> str | None:
+        trained = kept & (split == TRAIN)
+        borders = torch.zeros(len(ids) + 1, dtype=torch.int32)  # sequences do not overlap: a running sum of 1 is inside
+        borders.index_add_(0, start[trained], torch.ones_like(start[trained], dtype=torch.int32))
+        borders.index_add_(0, (start + length)[trained], -torch.ones_like(start[trained], dtype=torch.int32))
+        inside = borders.cumsum(0)[:-1] > 0
+        self.counts += torch.bincount(ids[inside & mask], minlength=len(self.counts))
+
+    def _drops(self, facts: list[dict], length: Tensor, supervised: Tensor) -> Iterator[tuple[str, Tensor]]:
+        """(reason, bool [n] which sequences it drops); the first that fits is the one that counts."""
         s = self.settings
         least = max(2, s.min_supervised)  # of a single one, the draft would have to propose what follows the end
-        if supervised < least:
-            return f"fewer than {least} tokens written by the target"
-        if s.max_tokens and length > s.max_tokens:
-            return f"longer than {s.max_tokens} tokens"
-        if s.drop_cut and facts["finish"] == "length":
-            return "cut at the token limit"
-        if facts["reasoning"] < s.min_reasoning_share * supervised:
-            return f"reasoning below {s.min_reasoning_share:.0%}"
-        if self.pattern and not self.pattern.search(facts["source"]):
-            return "source does not match"
-        return None
+        yield f"fewer than {least} tokens written by the target", supervised < least
+        if s.max_tokens:
+            yield f"longer than {s.max_tokens} tokens", length > s.max_tokens
+        if s.drop_cut:
+            yield "cut at the token limit", torch.tensor([f["finish"] == "length" for f in facts])
+        if s.min_reasoning_share:
+            reasoning = torch.tensor([f["reasoning"] for f in facts])
+            yield (
+                f"reasoning below {s.min_reasoning_share:.0%}",
+                reasoning < s.min_reasoning_share * supervised.double(),
+            )
+        if self.pattern:
+            found = {source: bool(self.pattern.search(source)) for source in {f["source"] for f in facts}}
+            yield "source does not match", torch.tensor([not found[f["source"]] for f in facts])
 
     def build(self) -> Index:
-        columns = torch.tensor(self.rows, dtype=torch.int64).view(-1, 6).T.contiguous()
+        columns = torch.cat(self.columns, 1) if self.columns else torch.zeros(6, 0, dtype=torch.int64)
         return Index(*(column.clone() for column in columns), shards=self.names)
 
 
@@ -159,6 +173,18 @@ def plan_packs(rows: list[int], lengths: list[int], pack_tokens: int, seed: int 
     return packs
 
 
+def one_ahead(read: Callable, wanted: Iterable) -> Iterator:
+    """read(x) for each x, by a thread that is one ahead, so that nobody waits for the disk."""
+    with ThreadPoolExecutor(1) as pool:
+        coming = None
+        for each in wanted:
+            ready, coming = coming, pool.submit(read, each)
+            if ready is not None:
+                yield ready.result()
+        if coming is not None:
+            yield coming.result()
+
+
 class Packs:
     """Reads packs out of the mapped shards of a run."""
 
@@ -169,6 +195,10 @@ class Packs:
 
     def plan(self, split: int, seed: int | None) -> list[list[int]]:
         return plan_packs(self.index.rows(split), self.lengths, self.pack_tokens, seed)
+
+    def ahead(self, plan: Iterable[list[int]]) -> Iterator[Pack]:
+        """The packs of a plan, each read while the one before is in use."""
+        return one_ahead(self.load, plan)
 
     def load(self, rows: list[int]) -> Pack:
         """The pack of these sequences."""

@@ -7,6 +7,7 @@ from torch import Tensor
 
 from common.acceptance import Bigram, ReplySteps, accepted_rows, measure
 from common.dataset import HELD_OUT, TRAIN, Pack, Packs
+from common.parallel import Ranks, gathered
 from common.preview import parts
 from common.protocol import Protocol
 from common.ttt import UnrolledStep, loss_positions
@@ -14,15 +15,16 @@ from common.ttt import UnrolledStep, loss_positions
 
 @dataclass
 class HeldOut:
-    """Held-out packs with what their evaluation needs; read once."""
+    """Held-out packs, read from the mapped shards at each evaluation: of a large run, they would not fit in memory."""
 
-    packs: list[Pack]
+    packs: Packs
+    plan: list[list[int]]
     opening_id: int | None
     closing_id: int | None
 
     @classmethod
-    def read(cls, packs: Packs, opening_id: int | None, closing_id: int | None) -> "HeldOut":
-        return cls([packs.load(rows) for rows in packs.plan(HELD_OUT, None)], opening_id, closing_id)
+    def of(cls, packs: Packs, opening_id: int | None, closing_id: int | None) -> "HeldOut":
+        return cls(packs, packs.plan(HELD_OUT, None), opening_id, closing_id)
 
     def replies(self, pack: Pack, right: Tensor, positions: Tensor) -> list[ReplySteps]:
         """right [K, P] of a pack, cut into its documents' runs."""
@@ -41,36 +43,56 @@ class HeldOut:
 
 
 @torch.no_grad()
-def evaluate(step: UnrolledStep, held_out: HeldOut, device: str, steps: int) -> tuple[dict, list[list[ReplySteps]]]:
+def evaluate(
+    step: UnrolledStep, held_out: HeldOut, ranks: Ranks, steps: int, draft_cost: float
+) -> tuple[dict, list[list[ReplySteps]]]:
     """(an `eval` metrics line, the steps of each pack's replies): walk and per-position acceptance on held-out data.
 
     `steps`: draft steps that are unrolled, whatever the number in training; the loss is that of the trained ones.
+    `draft_cost`: time of a draft step over one of the target's forwards. The packs are shared out to the ranks.
     """
-    replies, outside = [], 0
+    replies, outside, agreed = [], 0, torch.zeros(steps, dtype=torch.int64)
     sums, counts = torch.zeros(steps, dtype=torch.float64), torch.zeros(steps, dtype=torch.int64)
     known = step.known.cpu()
     trained, step.steps = step.steps, steps
     try:
-        for pack in held_out.packs:
-            result = step(pack.to(device))
-            sums, counts = sums + result.loss_sums.double().cpu(), counts + result.counts.cpu()
-            positions = result.positions.cpu()
-            outside += int((~known[pack.input_ids[positions + 2]]).sum())
-            replies.append(held_out.replies(pack, result.right_token.cpu(), positions))
+        with gathered(step):
+            for pack in held_out.packs.ahead(ranks.share(held_out.plan)):
+                result = step(pack.to(ranks.device))
+                sums, counts = sums + result.loss_sums.double().cpu(), counts + result.counts.cpu()
+                positions = result.positions.cpu()
+                outside += int((~known[pack.input_ids[positions + 2]]).sum())
+                agreed += result.right_argmax.long().cumprod(0).sum(1).cumsum(0).cpu()
+                replies.append(held_out.replies(pack, result.right_token.cpu(), positions))
     finally:
         step.steps = trained
-    weights = step.step_weight ** torch.arange(min(trained, steps))
+    replies, sums = ranks.collect(replies), ranks.sum(sums)
+    counts, agreed, outside = (ranks.sum(x) for x in (counts, agreed, torch.tensor(outside)))
+    weights = step.loss_weights(min(trained, steps))
     facts = measure([reply for pack_replies in replies for reply in pack_replies])
     facts["loss"] = float((weights * (sums / counts.clamp_min(1))[: len(weights)]).sum())
-    facts["outside_vocab"] = outside / max(int(counts[0]), 1)
+    # against the target's own first choice, which greedy replies consist of; sampled ones also hold other tokens
+    totals = zip(facts["walk"], agreed.tolist(), strict=False)  # no walk without replies
+    facts["per_position_argmax"] = {k: 1 + total / max(int(counts[0]), 1) for k, total in totals}
+    facts["speed_up"] = speed_ups(facts["walk"], draft_cost)
+    facts["outside_vocab"] = int(outside) / max(int(counts[0]), 1)
     return facts, replies
+
+
+def speed_ups(walk: dict[str, dict], draft_cost: float) -> dict[str, float | None]:
+    """Tokens a second with a draft over without one, for each k.
+
+    A round is k steps of the draft and one forward of the target, which takes as long for k + 1 tokens as for one:
+    true while the target's time goes into reading its weights, so for small batches.
+    """
+    return {k: counts["length"] / (1 + int(k) * draft_cost) if counts["length"] else None for k, counts in walk.items()}
 
 
 def bigram_floor(packs: Packs, held_out: HeldOut, vocab_size: int, steps: int) -> dict:
     """The held-out acceptance of a bigram table built from the same training tokens."""
     bigram = Bigram(vocab_size, packs.token_pairs(TRAIN))
     replies = []
-    for pack in held_out.packs:
+    for pack in held_out.packs.ahead(held_out.plan):
         positions = loss_positions(pack.loss_mask, pack.offsets, steps).positions
         ends = pack.offsets[1:][torch.searchsorted(pack.offsets[1:], positions, right=True)]
         right = bigram.steps(pack.input_ids, 0, len(pack.input_ids), steps)[:, positions]
@@ -84,7 +106,8 @@ def sample_views(
 ) -> list[dict]:
     """The first `count` held-out samples for the report: each token's text, part, mask, and whether a draft gave it."""
     views = []
-    for pack, pack_replies in zip(held_out.packs, replies, strict=True):
+    for rows, pack_replies in zip(held_out.plan, replies, strict=True):
+        pack = held_out.packs.load(rows)
         positions = loss_positions(pack.loss_mask, pack.offsets, 1).positions
         for number, reply in enumerate(pack_replies):
             if len(views) == count:

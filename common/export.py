@@ -16,12 +16,26 @@ from torch import Tensor
 
 from common.draft import Draft, DraftConfig
 from common.errors import UserError
-from common.storage import atomic_path, read_json, sync_folder, write_json
+from common.storage import atomic_path, read_json, sync_folder, write_json, write_text
 from common.vocab import kept_tokens
 
 ARCHITECTURES = {"llama": "LlamaForCausalLMEagle3", "mla": "Eagle3DeepseekV2ForCausalLM"}
 MODEL_TYPES = {"llama": "llama", "mla": "kimi_k2"}  # vLLM takes "deepseek_v3" for the target's own MTP layer
 MLA_KEYS = ("q_lora_rank", "kv_lora_rank", "qk_nope_head_dim", "qk_rope_head_dim", "v_head_dim")
+
+
+def rope_settings(config: DraftConfig) -> dict:
+    """The rotary settings in the form of transformers 4 and in that of 5.
+
+    Version 4 takes theta 10000 without a word where only `rope_parameters` stands; 5 reads both, and they agree here.
+    """
+    scaling = config.rope_scaling or {}
+    kind = scaling.get("rope_type", scaling.get("type", "default"))
+    return {
+        "rope_theta": config.rope_theta,
+        "rope_scaling": config.rope_scaling or None,
+        "rope_parameters": {**scaling, "rope_type": kind, "rope_theta": config.rope_theta},
+    }
 
 
 def served_config(config: DraftConfig, aux_layers: tuple[int, ...], text: dict) -> dict:
@@ -40,8 +54,7 @@ def served_config(config: DraftConfig, aux_layers: tuple[int, ...], text: dict) 
         "vocab_size": config.vocab_size,
         "draft_vocab_size": config.draft_vocab_size,
         "rms_norm_eps": config.rms_norm_eps,
-        "rope_theta": config.rope_theta,
-        "rope_scaling": config.rope_scaling,
+        **rope_settings(config),
         "max_position_embeddings": config.max_position_embeddings,
         "bos_token_id": text.get("bos_token_id"),
         "eos_token_id": text.get("eos_token_id"),
@@ -72,8 +85,11 @@ def export(
     aux_layers: tuple[int, ...],
     text: dict,
     embedding: bool = True,
+    card: str = "",
 ) -> None:
     """Write the served folder (bf16 weights; d2t and t2d left out for a full vocabulary), read it back, publish it.
+
+    `card`: the README.md beside them (common/model_card.py).
 
     All under a temporary name: a draft that would not serve never takes the place of one that does.
     """
@@ -88,6 +104,8 @@ def export(
     with atomic_path(temporary / "model.safetensors") as weights:
         save_file(tensors, weights, {"format": "pt"})
     write_json(temporary / "config.json", served_config(draft.config, aux_layers, text))
+    if card:
+        write_text(temporary / "README.md", card)
     problems = check_export(temporary)
     if not problems:
         stored = load_file(temporary / "model.safetensors")
@@ -101,7 +119,10 @@ def export(
 
 
 def check_export(folder: Path) -> list[str]:
-    """What an engine would stumble over, silently or not, in any EAGLE-3 folder; empty when it is right."""
+    """What an engine would stumble over, silently or not, in a folder of ours; empty when it is right.
+
+    Strict: one spelling, both layer lists. What others publish is looked at by common/draft_check.py.
+    """
     config = read_json(folder / "config.json")
     try:
         with safe_open(folder / "model.safetensors", "pt") as file:
@@ -123,7 +144,8 @@ def read_draft_config(config: dict) -> DraftConfig:
     for name in ("hidden_size", "intermediate_size", "num_attention_heads", "vocab_size"):
         if type(config[name]) is not int:
             raise ValueError(f"{name} is {config[name]!r}, expected a whole number")
-    heads = config["num_attention_heads"]
+    heads, rope = config["num_attention_heads"], config.get("rope_parameters") or {}
+    scaling = {key: value for key, value in rope.items() if key != "rope_theta"}  # transformers 5 saves only this one
     return DraftConfig(
         form=form,
         hidden_size=config["hidden_size"],
@@ -135,8 +157,8 @@ def read_draft_config(config: dict) -> DraftConfig:
         draft_vocab_size=config.get("draft_vocab_size") or config["vocab_size"],
         num_aux=config.get("num_aux_hidden_states", 3),
         rms_norm_eps=config["rms_norm_eps"],
-        rope_theta=float(config.get("rope_theta") or (config.get("rope_parameters") or {}).get("rope_theta", 10000.0)),
-        rope_scaling=config.get("rope_scaling"),
+        rope_theta=float(config.get("rope_theta") or rope.get("rope_theta", 10000.0)),
+        rope_scaling=config.get("rope_scaling") or (scaling if rope.get("rope_type", "default") != "default" else None),
         max_position_embeddings=config["max_position_embeddings"],
         **{key: bool(config.get(key)) for key in ("norm_before_residual", "norm_before_fc", "fc_norm", "norm_output")},
         **({key: config.get(key) or 0 for key in MLA_KEYS} if form == "mla" else {}),
@@ -191,6 +213,15 @@ def _config_problems(config: dict, draft: DraftConfig) -> list[str]:
         problems.append(f"{len(vllm)} aux layer ids for an fc of {draft.num_aux} states")
     if config.get("num_hidden_layers") != 1:
         problems.append(f"num_hidden_layers is {config.get('num_hidden_layers')}, expected 1")
+    if config.get("model_type") != MODEL_TYPES[draft.form]:
+        problems.append(f"model_type is {config.get('model_type')!r}, expected {MODEL_TYPES[draft.form]!r}")
+    if config.get("draft_vocab_size") is None:
+        problems.append("draft_vocab_size is missing: SGLang reads it without a default")
+    if config.get("tie_word_embeddings"):
+        problems.append("tie_word_embeddings is true: SGLang would take the embedding for the head")
+    written = {key: config[key] for key in ("rope_theta", "rope_scaling", "rope_parameters") if key in config}
+    if any(value != rope_settings(draft)[key] for key, value in written.items()):
+        problems.append(f"rope settings contradict each other for transformers 4 and 5: {written}")
     return problems
 
 

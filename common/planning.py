@@ -10,6 +10,7 @@ from pathlib import Path
 
 from common.config import Generate, Questions
 from common.engines.interface import Sampling
+from common.parts import WHOLE, Part
 from common.prompts import DUPLICATE, LOCAL_FILES, Question, Skipped
 from common.protocol import Protocol, Unrenderable
 from common.records import Counts, FailureList
@@ -36,7 +37,7 @@ def sampling_of(settings: Generate) -> Sampling:
 
 
 class Planner:
-    """Units in the order of the questions, `n` samples at most; unusable rows are counted and listed.
+    """Units of a part in the order of the questions, `n` samples at most over all parts; unusable rows are counted.
 
     `takes_ids`: the engine is asked with token ids; else it tokenizes the rendered messages by itself.
     `finished`: every unit was drawn.
@@ -52,7 +53,9 @@ class Planner:
         stored,
         counts: Counts,
         failures: FailureList | None,
+        part: Part = WHOLE,
     ):
+        self.part, self.numbered = part, 0
         self.settings, self.protocol, self.takes_ids, self.n = settings, protocol, takes_ids, n
         self.stored, self.counts, self.failures = stored, counts, failures
         self.finished = False
@@ -79,7 +82,7 @@ class Planner:
             for repeat in range(self.settings.repeats):
                 ids = [digest([question.key, sampling, repeat, turn])[:16] for turn in turns]
                 if self.n is not None:
-                    ids = ids[: self.n - counts.planned]
+                    ids = ids[: self.n - self.numbered]
                 if not ids:
                     self.finished = True
                     return
@@ -90,6 +93,9 @@ class Planner:
                     except Unusable as error:
                         self.skip(error.reason, error.detail, source=question.source)
                         break
+                self.numbered += len(ids)  # over all parts, so that each part knows where --n ends
+                if not self.part.holds(ids[0]):  # a conversation stays together
+                    continue
                 counts.planned += len(ids)
                 if not all(there):
                     yield Unit(question, repeat, ids, [] if there[0] else prompt_ids)

@@ -9,16 +9,19 @@ PLAIN_LINE_EVERY_S = 10.0
 
 
 class Progress:
-    """Counts up to `total` units with rate, ETA and free `facts` beside them. A context manager."""
+    """Counts up to `total` units with rate, ETA and free `facts` beside them. A context manager.
 
-    def __init__(self, label: str, total: int | None, unit: str, done: int = 0):
-        self.plain = not sys.stderr.isatty()
+    `shown=False`: prints nothing (ranks other than the first).
+    """
+
+    def __init__(self, label: str, total: int | None, unit: str, done: int = 0, shown: bool = True):
+        self.shown, self.plain = shown, not sys.stderr.isatty()
         self.bar = tqdm(
             total=total,
             desc=label,
             unit=f" {unit}",
             initial=done,
-            disable=self.plain,
+            disable=self.plain or not shown,
             dynamic_ncols=True,
             smoothing=0.1,
         )
@@ -41,6 +44,8 @@ class Progress:
         self.total = self.bar.total = total
 
     def _line(self) -> None:
+        if not self.shown:
+            return
         self.last_line = time.monotonic()
         elapsed = self.last_line - self.started
         rate = (self.done - self.initial) / elapsed if elapsed > 0 else 0.0

@@ -23,6 +23,7 @@ from common.charts import (
     thin,
 )
 from common.page import OVERLAYS, PARTS, document, facts_table, legend, samples_section, section, table, text_of
+from common.report_serving import serving_slot
 from common.storage import write_text
 
 HEADLINE_K = "3"  # draft tokens a forward pass: what engines are mostly run with
@@ -283,6 +284,7 @@ def write_report(
         optimizer_section(trains),
         section("Length of the training samples", ABOUT_SAMPLES + extent, histogram(lengths, "tokens", "samples")),
         where_section(own, main),
+        serving_slot(path),
         samples_section(samples),
         section("Facts", "What this run was made of.", f'<div class="facts">{tables}</div>') if tables else "",
     ]

@@ -15,6 +15,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 
 from common.errors import UserError
+from common.parts import stage_files
 from common.protocol import Protocol
 
 REQUIRED = {"id": str, "prompt_ids": list, "output_ids": list, "source": dict, "finish_reason": str}
@@ -56,7 +57,7 @@ class StreamReader:
         """The usable records in file order, the first `n` of them; raises UserError for a record that is malformed."""
         found: list[Place] = []
         seen: set[str] = set()
-        for path in sorted(self.folder.glob("part-*.jsonl")):
+        for path in stage_files(self.folder, "part-*.jsonl"):
             offset = 0
             with open(path, "rb") as file:
                 for number, line in enumerate(file, 1):

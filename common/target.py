@@ -4,21 +4,24 @@ The model itself is never loaded here: of Kimi-K2.5's 595 GB, the final norm, th
 Torch is imported only where tensors are.
 """
 
+import difflib
+import math
 import re
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from pathlib import Path
 
-from common.config import Target
+from common.config import Sizes, Target
 from common.errors import UserError
 from common.protocol import require_model
 from common.storage import digest, read_json
 
-# The last part of the name decides, whatever the nesting (`language_model.model.norm.weight`, ...).
+# The last parts of the name decide, whatever the nesting (`language_model.model.norm.weight`, ...).
 NAMES = {
-    "lm_head": re.compile(r"(^|\.)lm_head\.weight$"),
-    "embedding": re.compile(r"(^|\.)(embed_tokens|wte|tok_embeddings)\.weight$"),
-    "norm": re.compile(r"(^|\.)(norm|final_layernorm|ln_f)\.weight$"),
+    "lm_head": ("lm_head.weight", "output.weight", "embed_out.weight"),
+    "embedding": ("embed_tokens.weight", "wte.weight", "tok_embeddings.weight", "embed_in.weight"),
+    "norm": ("norm.weight", "final_layernorm.weight", "final_layer_norm.weight", "ln_f.weight"),
 }
+INDEX = "model.safetensors.index.json"
 NOT_TEXT = re.compile(r"(^|\.)(vision\w*|visual|mm_projector|audio\w*|mtp|layers|blocks|draft\w*)(\.|$)")
 
 
@@ -41,10 +44,15 @@ class TargetSizes:
         return layers
 
 
-def read_sizes(target: Target) -> TargetSizes:
-    """Sizes from config.json, nested (`text_config`) or not; raises UserError that names a missing key."""
+def read_sizes(target: Target, known: Sizes | None = None) -> TargetSizes:
+    """Sizes from config.json, nested (`text_config`) or not; raises UserError that names a missing key, or one that
+    differs from `known`, what the TOML says of the target."""
     config = _read_config(target)
     text = {**config, **config["text_config"]} if isinstance(config.get("text_config"), dict) else config
+    for key, value in said(known).items():
+        found = text.get(key, value)  # a key that is left out there has its class's default, which we don't know
+        if found != value and not (isinstance(value, float) and math.isclose(found, value, rel_tol=1e-6)):
+            raise UserError(f"sizes.{key} is {value} in the config, {found} in config.json of {target.model!r}")
     try:
         return TargetSizes(
             hidden_size=text["hidden_size"],
@@ -56,6 +64,29 @@ def read_sizes(target: Target) -> TargetSizes:
         )
     except KeyError as key:
         raise UserError(f"config.json of {target.model!r} has no {key}; is it a causal language model?") from None
+
+
+def said(known: Sizes | None) -> dict:
+    """What a TOML says of config.json: its keys without those that no config.json has."""
+    values = asdict(known) if known else {}
+    return {key: value for key, value in values.items() if value and key not in ("active_b", "weights_gb")}
+
+
+def planned_sizes(target: Target, known: Sizes) -> TargetSizes:
+    """Sizes for a dry run: of the checkpoint where it is at hand, else of the TOML; raises UserError without either."""
+    try:
+        return read_sizes(target, known)
+    except UserError as error:
+        text = said(known)
+        missing = [key for key in ("hidden_size", "num_hidden_layers", "vocab_size", "rms_norm_eps") if key not in text]
+        if len(missing) == 4 or "in the config," in str(error):
+            raise
+        if missing:
+            raise UserError(f"{error}; and [sizes] of the config lacks {', '.join(missing)}") from None
+        hidden, layers, vocab, eps = (
+            text[key] for key in ("hidden_size", "num_hidden_layers", "vocab_size", "rms_norm_eps")
+        )
+        return TargetSizes(hidden, layers, vocab, eps, tied=False, text=text)
 
 
 def target_digest(target: Target) -> str:
@@ -85,15 +116,24 @@ def read_tensors(target: Target, *wanted: str) -> dict:
 
 
 def _weight_map(target: Target) -> dict[str, str]:
-    """Tensor name -> file, from the index, or from a checkpoint's single file."""
-    index = _file(target, "model.safetensors.index.json", required=False)
-    if index is not None:
-        value = read_json(index)
-        if not isinstance(value, dict) or not isinstance(value.get("weight_map"), dict):
-            raise UserError(f"{index}: not an index of safetensors, it has no weight_map")
-        return value["weight_map"]
-    with _open(_file(target, "model.safetensors")) as shard:
-        return dict.fromkeys(shard.keys(), "model.safetensors")
+    """Tensor name -> file: from the index, from several (text and vision apart), or from the files' own headers."""
+    index = _file(target, INDEX, required=False)
+    folder = Path(target.model)
+    others = sorted(folder.glob("*.safetensors.index.json")) if folder.is_dir() else []
+    if index is not None or others:
+        found = {}
+        for path in [*others, *([index] if index else [])]:  # the usual name last: it wins
+            value = read_json(path)
+            if not isinstance(value, dict) or not isinstance(value.get("weight_map"), dict):
+                raise UserError(f"{path}: not an index of safetensors, it has no weight_map")
+            found |= value["weight_map"]
+        return found
+    files = [path.name for path in sorted(folder.glob("*.safetensors"))] if folder.is_dir() else []
+    found = {}
+    for name in files or ["model.safetensors"]:
+        with _open(_file(target, name)) as shard:
+            found |= dict.fromkeys(shard.keys(), name)
+    return found
 
 
 def _read_config(target: Target) -> dict:
@@ -114,10 +154,15 @@ def _open(path: Path):
 
 
 def _find(files: dict[str, str], role: str, target: Target) -> str:
-    found = [name for name in files if NAMES[role].search(name) and not NOT_TEXT.search(name)]
+    """The one tensor of a role; raises UserError with what was tried where there is none, or more than one."""
+    text = [name for name in files if not NOT_TEXT.search(name)]
+    found = [name for name in text if any(f".{name}".endswith(f".{ending}") for ending in NAMES[role])]
     if len(found) != 1:
-        what = f"several: {', '.join(found)}" if found else f"none of {len(files)} names fits {NAMES[role].pattern!r}"
-        raise UserError(f"cannot tell the {role} of {target.model!r}: {what}")
+        tried = ", ".join(f"*.{ending}" for ending in NAMES[role])
+        near = difflib.get_close_matches(NAMES[role][0], text, 3, 0.4)
+        what = f"several: {', '.join(found)}" if found else f"tried {tried} among {len(files)} names"
+        near = f"; near: {', '.join(near)}" if near and not found else ""
+        raise UserError(f"cannot tell the {role} of {target.model!r}: {what}{near}")
     return found[0]
 
 

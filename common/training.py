@@ -1,67 +1,35 @@
-"""What the training loop calls: ranks, the draft's sizes, optimizer, schedule, packs in order, stop signals."""
+"""What the training loop calls: the draft's sizes, optimizer, schedule, packs in order, stop signals."""
 
 import math
-import os
 import signal
 from collections.abc import Iterator
-from concurrent.futures import ThreadPoolExecutor
-from dataclasses import dataclass
 
 import torch
-import torch.distributed as dist
 from torch import Tensor, nn
 
 from common.config import DraftModel, Train
-from common.dataset import TRAIN, Pack, Packs
+from common.dataset import TRAIN, Pack, Packs, one_ahead
 from common.draft import DraftConfig
-from common.errors import SafetyStop
+from common.errors import SafetyStop, UserError
+from common.parallel import Ranks
 from common.ttt import loss_positions
 
 DTYPES = {"bf16": torch.bfloat16, "fp32": torch.float32}
 
 
-# ---- ranks ----
+# ---- settings, draft, optimizer, schedule ----
 
 
-@dataclass(frozen=True)
-class Ranks:
-    """This process among those that torchrun started; one of one without it."""
-
-    rank: int
-    world: int
-    device: str
-
-    @property
-    def first(self) -> bool:
-        return self.rank == 0
-
-    def wait(self) -> None:
-        """Until every rank is here."""
-        if self.world > 1:
-            dist.barrier()
-
-    def sum(self, values: Tensor) -> Tensor:
-        """The sum over all ranks, on the CPU."""
-        if self.world == 1:
-            return values.cpu()
-        values = values.to(self.device)
-        dist.all_reduce(values)
-        return values.cpu()
-
-
-def start_ranks(device: str) -> Ranks:
-    """Join torchrun's process group where there is one; nccl on GPUs, gloo on CPUs."""
-    device = ("cuda" if torch.cuda.is_available() else "cpu") if device == "auto" else device
-    if "RANK" not in os.environ:
-        return Ranks(0, 1, device)
-    if device == "cuda":
-        device = f"cuda:{os.environ['LOCAL_RANK']}"
-        torch.cuda.set_device(device)
-    dist.init_process_group("nccl" if device.startswith("cuda") else "gloo")
-    return Ranks(dist.get_rank(), dist.get_world_size(), device)
-
-
-# ---- draft, optimizer, schedule ----
+def check_settings(s: Train, ranks: Ranks) -> None:
+    """Raise UserError for settings that contradict each other or the ranks."""
+    if s.packs_per_step % ranks.world:
+        raise UserError(f"train.packs_per_step {s.packs_per_step} must be a multiple of the ranks, {ranks.world}")
+    if s.step_weights and len(s.step_weights) != s.unrolled_steps:
+        raise UserError(f"train.step_weights has {len(s.step_weights)} entries for {s.unrolled_steps} unrolled steps")
+    if s.step_weights and not s.step_weights[0]:
+        raise UserError("train.step_weights must weight the first step: every later one builds on it")
+    if s.hard_label_share > 1:
+        raise UserError(f"train.hard_label_share must be at most 1, not {s.hard_label_share:g}")
 
 
 def draft_config(shape: DraftModel, text: dict, eps: float, aux: int, draft_vocab_size: int) -> DraftConfig:
@@ -100,14 +68,45 @@ def draft_config(shape: DraftModel, text: dict, eps: float, aux: int, draft_voca
     )
 
 
-def make_optimizer(module: nn.Module, settings: Train) -> torch.optim.Optimizer:
-    """AdamW over float32 masters; norms are not decayed."""
-    trained = [p for p in module.parameters() if p.requires_grad]
+class Optimizers:
+    """Several optimizers that step as one; each has its own parameters and keeps their state."""
+
+    def __init__(self, *parts: torch.optim.Optimizer):
+        self.parts = parts
+
+    @property
+    def param_groups(self) -> list[dict]:
+        return [group for part in self.parts for group in part.param_groups]
+
+    def step(self) -> None:
+        for part in self.parts:
+            part.step()
+
+    def zero_grad(self, set_to_none: bool = True) -> None:
+        for part in self.parts:
+            part.zero_grad(set_to_none=set_to_none)
+
+
+def make_optimizer(module: nn.Module, settings: Train) -> Optimizers:
+    """AdamW over float32 masters, norms not decayed; with Muon for the matrices between embedding and head, if asked.
+
+    Muon's updates are scaled to AdamW's size, so that one learning rate serves both.
+    """
+    trained = {name: p for name, p in module.named_parameters() if p.requires_grad}
+    inner = {n for n, p in trained.items() if p.ndim == 2 and n.startswith(("midlayer.", "fc."))}
+    matrices = inner if settings.optimizer == "muon" else set()
+    rest = [p for name, p in trained.items() if name not in matrices]
     groups = [
-        {"params": [p for p in trained if p.ndim > 1], "weight_decay": settings.weight_decay},
-        {"params": [p for p in trained if p.ndim <= 1], "weight_decay": 0.0},
+        {"params": [p for p in rest if p.ndim > 1], "weight_decay": settings.weight_decay},
+        {"params": [p for p in rest if p.ndim <= 1], "weight_decay": 0.0},
     ]
-    return torch.optim.AdamW(groups, lr=settings.learning_rate, betas=(0.9, 0.95), fused=True)
+    parts = [torch.optim.AdamW(groups, lr=settings.learning_rate, betas=(0.9, 0.95), fused=True)]
+    if matrices:
+        if not hasattr(torch.optim, "Muon"):
+            raise UserError(f"train.optimizer muon needs torch 2.9 or newer, this is {torch.__version__}")
+        muon = {"lr": settings.learning_rate, "weight_decay": settings.weight_decay}
+        parts.append(torch.optim.Muon([trained[n] for n in sorted(matrices)], **muon, adjust_lr_fn="match_rms_adamw"))
+    return Optimizers(*parts)
 
 
 def learning_rate(step: int, total: int, settings: Train) -> float:
@@ -166,19 +165,8 @@ def step_packs(order: PackOrder, step: int, settings: Train, ranks: Ranks) -> li
 
 
 def prefetched(packs: Packs, wanted: Iterator[list[list[int]]], device: str) -> Iterator[list[Pack]]:
-    """Packs of each step, read by a thread one step ahead, so that the step does not wait for the disk."""
-    with ThreadPoolExecutor(1) as pool:
-
-        def read(rows: list[list[int]]) -> list[Pack]:
-            return [packs.load(r).to(device) for r in rows]
-
-        ahead = None
-        for rows in wanted:
-            ready, ahead = ahead, pool.submit(read, rows)
-            if ready is not None:
-                yield ready.result()
-        if ahead is not None:
-            yield ahead.result()
+    """Packs of each step, read and moved one step ahead."""
+    return one_ahead(lambda rows: [packs.load(r).to(device) for r in rows], wanted)
 
 
 def global_counts(batch: list[Pack], steps: int, ranks: Ranks) -> Tensor:

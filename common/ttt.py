@@ -13,7 +13,6 @@ is a shift by s rows: of the embedding half of the projections, of the target's 
 Shapes: T tokens, P loss positions, K steps, H hidden, A aux states, V vocabulary, D draft vocabulary, N projections.
 """
 
-from dataclasses import dataclass, replace
 from typing import NamedTuple
 
 import torch
@@ -21,30 +20,12 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from common.attention import Run, attention_kernel, merged_attention
+from common.dataset import Pack
 from common.draft import Draft, rope_frequencies
 from common.head_loss import argmax, head_loss
 from common.kernels import Weight, compile_bodies, keep_freed_memory, rms_norm, take_rows, wide
 
 TARGET_LOGITS = 32 * 1024 * 1024  # full-vocabulary logits at a time: 64 MiB in bf16
-
-
-@dataclass
-class Pack:
-    """One packed batch, documents end to end."""
-
-    input_ids: Tensor  # int64 [T]
-    loss_mask: Tensor  # bool [T], 1 where the target wrote the token
-    aux_hidden: Tensor  # bf16 [T, A*H]
-    last_hidden: Tensor  # bf16 [T, H], before the target's final norm
-    offsets: Tensor  # int64 [n+1] document borders, kept on the CPU
-    ids: list[str]  # sample ids, for error messages
-
-    def to(self, device: torch.device | str) -> "Pack":
-        moved = {
-            name: getattr(self, name).to(device, non_blocking=True)
-            for name in ("input_ids", "loss_mask", "aux_hidden", "last_hidden")
-        }
-        return replace(self, **moved)
 
 
 class StepResult(NamedTuple):
@@ -112,6 +93,7 @@ class UnrolledStep(nn.Module):
         steps: int = 7,
         step_weight: float = 0.8,
         *,
+        step_weights: tuple[float, ...] = (),  # in place of step_weight's powers, as far as they go
         mask_outside_vocab: bool = True,
         hard_label_share: float = 0.0,
         dtype: torch.dtype = torch.bfloat16,
@@ -121,7 +103,7 @@ class UnrolledStep(nn.Module):
         rows = draft.config.vocab_size if draft_to_target is None else draft_to_target.numel()
         if rows != draft.config.draft_vocab_size:
             raise ValueError(f"draft_to_target names {rows} tokens, the draft has {draft.config.draft_vocab_size}")
-        self.draft, self.steps, self.step_weight = draft, steps, step_weight
+        self.draft, self.steps, self.step_weight, self.step_weights = draft, steps, step_weight, step_weights
         self.mask_outside_vocab, self.hard_label_share = mask_outside_vocab, hard_label_share
         self.dtype, self.target_norm_eps = dtype, target_norm_eps
         known = torch.ones(target_head.shape[0], dtype=torch.bool)
@@ -162,6 +144,13 @@ class UnrolledStep(nn.Module):
                 label = argmax(logits).unsqueeze(1)
                 soft.scatter_add_(1, label, torch.full_like(label, self.hard_label_share, dtype=soft.dtype))
         return Targets(probabilities, choice, self.known[choice])
+
+    def loss_weights(self, steps: int) -> Tensor:
+        """The loss weight of each step, float64 [K] on the CPU."""
+        weights = self.step_weight ** torch.arange(steps, dtype=torch.float64)
+        given = self.step_weights[:steps]
+        weights[: len(given)] = torch.tensor(given, dtype=torch.float64)
+        return weights
 
     def _angles(self, positions: Tensor) -> tuple[Tensor, Tensor]:
         """positions [n] -> cos, sin [n, d/2]"""
@@ -217,7 +206,7 @@ class UnrolledStep(nn.Module):
             return torch.stack([padded[s : s + len(x)] for s in range(steps)])
 
         divisor = (plan.counts if counts is None else counts).to(device).clamp(min=1)
-        scale = self.step_weight ** torch.arange(steps, device=device, dtype=wide(self.dtype)) / divisor
+        scale = self.loss_weights(steps).to(device, wide(self.dtype)) / divisor
         with_loss = live & shifted(targets.inside) if self.mask_outside_vocab else live
         hidden, head = self._unroll(pack, positions, plan.runs)
         loss, losses, choice = head_loss(hidden, head, targets.probabilities, with_loss * scale.unsqueeze(1))

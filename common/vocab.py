@@ -4,6 +4,8 @@
 Draft ids are sorted by target id (the format that vLLM and SGLang read). Full vocabulary: D = V, d2t is all zero.
 """
 
+import re
+
 import torch
 from torch import Tensor
 
@@ -26,6 +28,20 @@ def choose_tokens(counts: Tensor, size: int, always: list[int]) -> Tensor:
     priority[always] = counts.max() + 1
     # A stable sort breaks ties by id, so that equal counts choose equal vocabularies everywhere.
     return priority.sort(descending=True, stable=True).indices[:size].sort().values
+
+
+def byte_tokens(tokenizer) -> list[int]:
+    """Ids of the tokens that stand for one byte: with them a draft can propose any text, however rare.
+
+    Two ways to spell a byte: a character of the byte-level alphabet (GPT-2's, tiktoken's), or <0xNN> (SentencePiece).
+    """
+    from tokenizers.pre_tokenizers import ByteLevel
+
+    decoder = tokenizer.backend_tokenizer.decoder
+    byte_level = decoder is not None and b"ByteLevel" in decoder.__getstate__()
+    alphabet = set(ByteLevel.alphabet()) if byte_level else set(map(chr, range(128)))
+    spelled = re.compile(r"<0x[0-9A-Fa-f]{2}>")
+    return sorted(id for token, id in tokenizer.get_vocab().items() if token in alphabet or spelled.fullmatch(token))
 
 
 def mappings(kept: Tensor, vocab_size: int) -> tuple[Tensor, Tensor]:

@@ -21,7 +21,7 @@ from common.storage import Manifest, sha256
 from common.training import make_optimizer
 
 FLAGS = ("--unrolled-steps", 3, "--learning-rate", 0.02, "--precision", "fp32", "--checkpoint-every", 1)
-FLAGS += ("--keep-checkpoints", 999, "--eval-every", 4, "--epochs", 5)
+FLAGS += ("--no-compile", "--keep-checkpoints", 999, "--eval-every", 4, "--epochs", 5)
 
 
 @pytest.fixture(autouse=True)

@@ -11,6 +11,7 @@ from stages import DEMO, only_error, run_here, run_process
 
 from common.shards import Shard
 from common.storage import Manifest
+from common.vocab import byte_tokens
 
 INPUTS = {"02": "01_synthetic", "03": "02_hidden", "04": "03_dataset"}
 
@@ -168,7 +169,7 @@ def test_03_refuses_damaged_shards(run_copy):
     ("flags", "said"),
     [
         (("--draft-vocab-size", 2), "must lie between 3 and 49152"),
-        (("--draft-vocab-size", 50_000), "must lie between 3 and 49152"),
+        (("--draft-vocab-size", 50_000), "must lie between 238 and 49152"),
         (("--holdout-share", 1), "no sample of"),
         (("--source-pattern", "nothing like it"), "source does not match': 10"),
         (("--source-pattern", "(unclosed"), "dataset.source_pattern '(unclosed' is no regex"),
@@ -201,6 +202,11 @@ def test_case_24_03_is_made_anew_for_every_vocabulary(run_copy):
     assert manifest.counts["coverage"] == 1.0
 
 
+def test_03_keeps_every_single_byte(tiny_run, protocol):
+    vocab = load_file(tiny_run / "03_dataset/vocab.safetensors")
+    assert vocab["t2d"][byte_tokens(protocol.tokenizer)].all()
+
+
 def test_03_twice_gives_the_same_bytes(run_copy):
     folder, files = run_copy("02_hidden"), ("index.safetensors", "vocab.safetensors", "target.json", "manifest.json")
     runs = []
@@ -225,10 +231,10 @@ def test_03_counts_what_the_target_wrote(run_copy):
 def test_04_trains_on_the_demo_target_and_goes_on_when_asked_again(run_copy):
     """The whole draft at the demo's size, as a process; the second call finds nothing left to do."""
     folder = run_copy("02_hidden", "03_dataset")
-    flags = ("--config", DEMO, "--run-dir", folder, "--epochs", 1, "--unrolled-steps", 2)
+    flags = ("--config", DEMO, "--run-dir", folder, "--epochs", 1, "--unrolled-steps", 2, "--no-compile")
     first = run_process("04", *flags)
     assert first.returncode == 0, first.stderr
-    for said in ("draft vocabulary 2,048 of 49,152", "untrained draft", "bigram floor", "acceptance length, k=2"):
+    for said in ("draft vocabulary 2,048 of 49,152", "untrained draft", "bigram floor", "acceptance length, k=3"):
         assert said in first.stdout
     manifest = Manifest.load(folder / "04_draft", "04_draft")
     assert manifest.complete and manifest.verify(folder / "04_draft") == []

@@ -13,7 +13,8 @@ from common.dataset import HELD_OUT, TRAIN, Index, IndexBuilder, Packs, held_out
 from common.errors import UserError
 from common.shards import Shard, ShardKind, ShardWriter, States
 from common.streams import Stream
-from common.training import PackOrder, Ranks, step_packs
+from common.parallel import Ranks
+from common.training import PackOrder, step_packs
 
 VOCAB, HIDDEN, LAYERS = 50, 4, (1, 2)
 KIND = ShardKind("some/target", "abc", HIDDEN, LAYERS)

@@ -94,6 +94,26 @@ def test_config_counts_layers_twice_as_two_engines_do(exported):
     assert config["torch_dtype"] == "bfloat16" and "num_aux_hidden_states" not in config
 
 
+def test_rope_stands_in_the_forms_of_transformers_4_and_5(tmp_path):
+    """Version 4 takes theta 10000 where only rope_parameters stands, without a word."""
+    scaling = {"type": "yarn", "factor": 64.0, "original_max_position_embeddings": 4096, "mscale": 1.0}
+    config = json.loads((write(tmp_path / "a", rope_theta=5e4, rope_scaling=scaling) / "config.json").read_text())
+    assert (config["rope_theta"], config["rope_scaling"]) == (5e4, scaling)
+    assert config["rope_parameters"] == {**scaling, "rope_type": "yarn", "rope_theta": 5e4}
+    new = {key: value for key, value in config.items() if key not in ("rope_theta", "rope_scaling")}
+    assert read_draft_config(new).rope_scaling == scaling | {"rope_type": "yarn"}
+    assert read_draft_config(new).rope_theta == 5e4
+    plain = json.loads((write(tmp_path / "b", rope_scaling={}) / "config.json").read_text())
+    assert (plain["rope_theta"], plain["rope_scaling"]) == (10000.0, None)
+    assert plain["rope_parameters"] == {"rope_type": "default", "rope_theta": 10000.0}
+    assert read_draft_config({**plain, "rope_scaling": None}).rope_scaling is None
+
+
+def test_a_card_comes_along(tmp_path):
+    export(tmp_path / "export", *make_draft(), (2, 5, 9), TEXT, card="# A draft\n")
+    assert (tmp_path / "export/README.md").read_text() == "# A draft\n"
+
+
 def test_other_widths_say_how_many_states(tmp_path):
     folder = write(tmp_path / "export", (1, 2, 5, 9), num_aux=4)
     assert json.loads((folder / "config.json").read_text())["num_aux_hidden_states"] == 4
@@ -162,6 +182,11 @@ def test_a_broken_tensor_is_named(broken, change, said):
         (lambda c: c.pop("eagle_config"), "aux layer ids must stand"),
         (lambda c: c["eagle_config"].update(use_aux_hidden_state=False), "use_aux_hidden_state"),
         (lambda c: c.update(num_hidden_layers=2), "num_hidden_layers is 2"),
+        (lambda c: c.update(model_type="kimi_k2"), "model_type is 'kimi_k2', expected 'llama'"),
+        (lambda c: c.update(tie_word_embeddings=True), "tie_word_embeddings is true"),
+        (lambda c: c.update(rope_theta=5e4), "rope settings contradict each other"),
+        (lambda c: c["rope_parameters"].update(rope_type="linear", factor=2.0), "rope settings contradict"),
+        (lambda c: c.pop("draft_vocab_size"), "draft_vocab_size is missing"),
         (lambda c: c.update(architectures=["LlamaForCausalLM"]), "LlamaForCausalLM"),
         (lambda c: c.update(architectures=[]), "architectures"),
         (lambda c: c.pop("hidden_size"), "hidden_size"),

@@ -1,14 +1,15 @@
 """The target's sizes and its three tensors out of checkpoints in the forms that exist, and refusals of the others."""
 
 import json
+from dataclasses import replace
 
 import pytest
 import torch
 from safetensors.torch import save_file
 
-from common.config import Target
+from common.config import Sizes, Target
 from common.errors import UserError
-from common.target import read_sizes, read_tensors, target_digest
+from common.target import planned_sizes, read_sizes, read_tensors, target_digest
 
 V, H, N = 20, 8, 12
 CONFIG = {"hidden_size": H, "num_hidden_layers": N, "vocab_size": V, "rms_norm_eps": 1e-6}
@@ -66,6 +67,64 @@ def test_the_three_tensors_of_every_nesting(tmp_path, prefix, head, files):
     found = read_tensors(target, *ROLES)
     assert torch.equal(found["norm"], NORM) and torch.equal(found["embedding"], EMBEDDING)
     assert torch.equal(found["lm_head"], HEAD)
+
+
+@pytest.mark.parametrize("files", [1, 3])
+def test_quantised_weights_with_a_plain_head_as_kimi_has_them(tmp_path, files):
+    """Kimi-K2.5's names and nesting: packed INT4 experts, everything that training reads in bf16."""
+    expert = "language_model.model.layers.1.mlp.experts.0.down_proj"
+    packed = {
+        f"{expert}.weight_packed": torch.zeros(H, 1, dtype=torch.int32),
+        f"{expert}.weight_scale": torch.ones(H, 1).bfloat16(),
+        f"{expert}.weight_shape": torch.tensor([H, H]),
+        "language_model.model.layers.0.self_attn.kv_a_layernorm.weight": torch.zeros(4),
+    }
+    plain = {name: tensor.bfloat16() for name, tensor in tensors("language_model.").items()}
+    text = CONFIG | {"quantization_config": {"quant_method": "compressed-tensors"}}
+    config = {"model_type": "kimi_k25", "architectures": ["KimiK25ForConditionalGeneration"], "text_config": text}
+    found = read_tensors(checkpoint(tmp_path, plain | packed, config, files), *ROLES)
+    assert torch.equal(found["lm_head"], HEAD.bfloat16()) and torch.equal(found["norm"], NORM.bfloat16())
+
+
+def test_several_index_files_and_none(tmp_path):
+    """Text and vision indexed apart; then files without any index."""
+    target = checkpoint(tmp_path, tensors("language_model."), files=3)
+    index = json.loads((tmp_path / "model.safetensors.index.json").read_text())["weight_map"]
+    text = {name: file for name, file in index.items() if name.startswith("language_model.")}
+    (tmp_path / "model.safetensors.index.json").unlink()
+    for name, part in (("text", text), ("vision", {n: f for n, f in index.items() if n not in text})):
+        (tmp_path / f"{name}.safetensors.index.json").write_text(json.dumps({"weight_map": part}))
+    assert torch.equal(read_tensors(target, "lm_head")["lm_head"], HEAD)
+    for path in tmp_path.glob("*.index.json"):
+        path.unlink()
+    assert torch.equal(read_tensors(target, "norm")["norm"], NORM)
+
+
+@pytest.mark.parametrize("names", [("tok_embeddings", "output", "norm"), ("wte", "embed_out", "ln_f")])
+def test_other_families_names(tmp_path, names):
+    stored = dict(zip((f"transformer.{name}.weight" for name in names), (EMBEDDING, HEAD, NORM), strict=True))
+    found = read_tensors(checkpoint(tmp_path, stored), *ROLES)
+    assert [torch.equal(found[role], want) for role, want in zip(ROLES, (NORM, HEAD, EMBEDDING), strict=True)]
+
+
+def test_what_was_tried_is_said(tmp_path):
+    target = checkpoint(tmp_path, tensors(lm_head=None) | {"language_head.weight": HEAD})
+    with pytest.raises(UserError, match=r"tried \*\.lm_head\.weight, .* among 10 names; near: language_head\.weight"):
+        read_tensors(target, "lm_head")
+
+
+def test_sizes_of_a_config_are_asserted_or_used(tmp_path):
+    known = Sizes(hidden_size=H, num_hidden_layers=N, vocab_size=V, rms_norm_eps=1e-6, head_dim=4, active_b=1.0)
+    target = checkpoint(tmp_path, tensors())
+    assert read_sizes(target, known) == planned_sizes(target, known) == read_sizes(target)
+    with pytest.raises(UserError, match=r"sizes\.vocab_size is 7 in the config, 20 in config\.json"):
+        planned_sizes(target, replace(known, vocab_size=7))
+    absent = planned_sizes(Target(str(tmp_path / "none")), known)
+    assert (absent.hidden_size, absent.layers, absent.vocab_size, absent.eps) == (H, N, V, 1e-6)
+    with pytest.raises(UserError, match=r"no such folder.*\[sizes\] of the config lacks vocab_size"):
+        planned_sizes(Target(str(tmp_path / "none")), replace(known, vocab_size=0))
+    with pytest.raises(UserError, match="no such folder"):
+        planned_sizes(Target(str(tmp_path / "none")), Sizes())
 
 
 def test_transformers_own_nesting(tmp_path):

@@ -6,8 +6,9 @@ import pytest
 import reference
 import torch
 
+from common.dataset import Pack
 from common.draft import Draft, DraftConfig
-from common.ttt import Pack, UnrolledStep, loss_positions
+from common.ttt import UnrolledStep, loss_positions
 
 HIDDEN, AUX = 16, 3
 LLAMA3 = {"rope_type": "llama3", "factor": 8.0, "low_freq_factor": 1.0, "high_freq_factor": 4.0}

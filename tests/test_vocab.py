@@ -6,7 +6,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from common.errors import UserError
-from common.vocab import choose_tokens, coverage, coverage_table, kept_tokens, mappings
+from common.vocab import byte_tokens, choose_tokens, coverage, coverage_table, kept_tokens, mappings
 
 
 def counts(**of: int) -> torch.Tensor:
@@ -27,6 +27,26 @@ def test_case_25_kept_0_3_7_of_10():
 def test_control_tokens_are_kept_though_never_written():
     assert choose_tokens(counts(t0=5, t3=9, t7=1), 3, [8, 9]).tolist() == [3, 8, 9]
     assert choose_tokens(counts(t0=5, t3=9, t7=1), 2, [8, 9, 9]).tolist() == [8, 9]
+
+
+def test_single_bytes_are_found_in_both_spellings(tiny):
+    """The byte-level alphabet, where a space is spelled Ġ; and <0xNN> beside single ASCII characters."""
+    from tokenizers import Tokenizer, decoders
+    from tokenizers.models import BPE
+    from transformers import PreTrainedTokenizerFast
+
+    assert byte_tokens(tiny.tokenizer) == list(range(256))  # four merges and the control tokens follow
+    words = ["<unk>", "<0x0A>", "<0xE4>", "▁", "a", "ab", "é", "<0x0>", "▁a"]
+    model = BPE({word: id for id, word in enumerate(words)}, [], byte_fallback=True, unk_token="<unk>")
+    piece = Tokenizer(model)
+    piece.decoder = decoders.Sequence([decoders.ByteFallback(), decoders.Fuse()])
+    assert byte_tokens(PreTrainedTokenizerFast(tokenizer_object=piece)) == [1, 2, 4]
+
+
+def test_every_byte_of_kimi_is_kept(kimi):
+    found = byte_tokens(kimi.tokenizer)
+    assert len(found) == 256
+    assert sorted(len(kimi.decode([id]).encode()) for id in found)[:128] == [1] * 128
 
 
 def test_ties_go_to_the_lowest_id_and_so_does_padding():

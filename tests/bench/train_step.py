@@ -21,8 +21,10 @@ from pathlib import Path
 import torch
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
+from common.dataset import Pack
 from common.draft import Draft, DraftConfig
-from common.ttt import Pack, StepResult, UnrolledStep, loss_positions
+from common.flops import StepFlops
+from common.ttt import StepResult, UnrolledStep, loss_positions
 
 SMOLLM2 = DraftConfig("llama", 576, 1536, 9, 3, 64, vocab_size=49152, draft_vocab_size=8192)
 KIMI = DraftConfig("llama", 7168, 18432, 64, 64, 128, vocab_size=163840, draft_vocab_size=32000, rope_theta=50000.0)
@@ -42,22 +44,6 @@ def make_pack(config: DraftConfig, tokens: int, document_tokens: int, supervised
         offsets=torch.tensor([0, *lengths]).cumsum(0),
         ids=[str(k) for k in range(len(lengths))],
     )
-
-
-def step_flops(config: DraftConfig, pack: Pack, steps: int) -> float:
-    """Arithmetic that the step cannot do without: products counted once forward, twice backward; no recomputation."""
-    c, hidden = config, config.hidden_size
-    plan = loss_positions(pack.loss_mask, pack.offsets, steps)
-    tokens, rows = pack.input_ids.numel(), plan.positions.numel()
-    query, key_value = c.num_attention_heads * c.head_dim, 2 * c.num_key_value_heads * c.head_dim
-    layer = hidden * (query + key_value) + query * hidden + 3 * hidden * c.intermediate_size
-    once = tokens * hidden * key_value + rows * hidden * query  # embedding half
-    once += (tokens - rows) * hidden * key_value  # step-0 keys of prompts
-    seen = sum(run.length * (run.row - run.document) + run.length * (run.length + 1) / 2 for run in plan.runs)
-    trained = steps * rows * (layer + c.draft_vocab_size * hidden) + once + steps * seen * 2 * query
-    fc = tokens * c.num_aux * hidden * hidden * 2  # no gradient for the states
-    target = rows * hidden * (c.vocab_size + c.draft_vocab_size)
-    return 2.0 * (3 * trained + fc + target)
 
 
 class GemmRate:
@@ -100,7 +86,8 @@ def ours(arguments: argparse.Namespace) -> dict:
         arguments_ = (draft, torch.ones(config.hidden_size), 1e-5, head, kept, arguments.steps)
         step = UnrolledStep(*arguments_, compiled=not arguments.eager)
     pack = make_pack(config, arguments.tokens, arguments.document_tokens, arguments.supervised)
-    flops = step_flops(config, pack, arguments.steps)
+    positions = loss_positions(pack.loss_mask, pack.offsets, arguments.steps).positions
+    flops = StepFlops(draft).of(pack.offsets, positions, arguments.steps)
     pack = pack.to(arguments.device)
     trained = [p for p in step.parameters() if p.requires_grad]
     optimizer = torch.optim.AdamW(trained, lr=1e-4, fused=True)

@@ -8,14 +8,13 @@ import torch
 
 from common.dataset import HELD_OUT, Index
 from common.shards import Shard
-from common.target import read_tensors
 from tests.rehearse.server import ENVIRONMENT, REPOSITORY, VLLM_PYTHON
 from tests.rehearse.stages import Run, quiet
 
 TIMEOUT_S = 1200
 LENGTH_OFF, SHARE_OFF = 0.02, 0.03  # what engine and walk may differ by: in length; in drafts and accepted tokens
 COUNT_OFF = 5  # of a sparse position 3 % would be less than one reply's end
-TIE_LOGITS = 0.25  # bf16 logits near 20 have steps of 0.125: two tokens so close may change places with the batch
+TIE_LOGITS = 0.5  # bf16 logits near 20 have steps of 0.125, and 30 layers of bf16 move them by a few
 
 
 def held_out_records(run: Run) -> list[dict]:
@@ -28,11 +27,14 @@ def held_out_records(run: Run) -> list[dict]:
     return [records[id] for id in ids]
 
 
-def decode(run: Run, name: str, target: Path, prompts: list[list[int]], max_tokens: int, engines: list) -> list[dict]:
-    """Greedy outputs and counters of each engine (speculate.py), run by vLLM's own Python."""
+def decode(
+    run: Run, name: str, target: Path, prompts: list[list[int]], max_tokens: int, engines: list, **flags: object
+) -> list[dict]:
+    """Greedy outputs and counters of each engine (speculate.py), run by vLLM's own Python with these LLM arguments."""
     job, result = run.folder / f"{name}.job.json", run.folder / f"{name}.result.json"
     result.unlink(missing_ok=True)
     facts = {"target": str(target.resolve()), "prompts": prompts, "max_tokens": max_tokens, "engines": engines}
+    facts["flags"] = flags
     job.write_text(json.dumps(facts))
     command = [str(VLLM_PYTHON), "-m", "tests.rehearse.speculate", str(job.resolve()), str(result.resolve())]
     with (run.folder / f"{name}.log").open("w") as log:
@@ -48,49 +50,44 @@ def decode(run: Run, name: str, target: Path, prompts: list[list[int]], max_toke
 # ---- losslessness ----
 
 
-def check_lossless(check, name: str, run: Run, records: list[dict], plain: list, drafted: list) -> None:
-    """Identical token by token; where not, both tokens must be the target's first choice within a bf16 tie."""
-    differ = [i for i, (a, b) in enumerate(zip(plain, drafted, strict=True)) if a != b]
-    ties = [tie_gap(run, records[i], plain[i], drafted[i]) for i in differ]
-    seen = f"{len(plain) - len(differ)} of {len(plain)} identical"
-    seen += "".join(f"; {records[i]['id'][:6]} parts at {at}: {gap}" for i, (at, gap) in zip(differ, ties, strict=True))
-    check(f"{name}: greedy output with and without the draft is the same", not differ or all_ties(ties), seen)
-    stored = sum(out == record["output_ids"] for out, record in zip(plain, records, strict=True))
-    check(f"{name}: and mostly what the server wrote for 01b", stored >= 0.8 * len(plain), f"{stored} of {len(plain)}")
+def same_outputs(one: list, other: list) -> int:
+    return sum(a == b for a, b in zip(one, other, strict=True))
 
 
-def all_ties(ties: list[tuple[int, str]]) -> bool:
-    return all(gap.startswith("tie") for _, gap in ties)
+def check_lossless(check, name: str, records: list[dict], plain: list, drafted: list) -> None:
+    """Identical token by token, and the reply that 01b recorded."""
+    same, recorded = same_outputs(plain, drafted), same_outputs(plain, [r["output_ids"] for r in records])
+    check(f"{name}: output with and without the draft is identical", same == len(plain), f"{same} of {len(plain)}")
+    check(f"{name}: it is the reply that 01b recorded", recorded == len(plain), f"{recorded} of {len(plain)}")
 
 
-def tie_gap(run: Run, record: dict, plain: list[int], drafted: list[int]) -> tuple[int, str]:
-    """(first place where two outputs part, how far apart the target's logits for the two tokens are there).
+def check_ties(check, name: str, target: Path, prompts: list[list[int]], plain: list, drafted: list) -> str:
+    """Where bf16 outputs part, both tokens must be near equal choices of the target; returns a row for the table.
 
-    The stored states are those of the recorded reply, so the place must lie within what it shares with both.
+    A draft's tokens are verified several at a time: other shapes, other kernels, other rounding of the logits. The gap
+    is measured in float32, where there is hardly any.
     """
-    at = next((i for i, (a, b) in enumerate(zip(plain, drafted, strict=False)) if a != b), None)
-    if at is None:
-        return min(len(plain), len(drafted)), "one is longer"
-    if plain[:at] != record["output_ids"][:at]:
-        return at, "behind an earlier fork from the record"
-    row = len(record["prompt_ids"]) + at - 1
-    last = next(last for id, _, _, last in run.sequences() if id == record["id"])[row].float()
-    logits = head_logits(run, last)
-    gap = abs(float(logits[plain[at]] - logits[drafted[at]]))
-    ranks = [int((logits > logits[token]).sum()) for token in (plain[at], drafted[at])]
-    word = "tie" if gap <= TIE_LOGITS and max(ranks) <= 1 else "NO TIE"
-    return at, f"{word}, logits {gap:.3f} apart, ranks {ranks}"
+    from transformers import AutoModelForCausalLM
 
-
-def head_logits(run: Run, last: torch.Tensor) -> torch.Tensor:
-    """The target's logits [V] of one state before the final norm."""
-    from common.config import Target
-    from common.target import read_sizes
-
-    target = Target(model=str(run.target["model"]))
-    tensors = read_tensors(target, "norm", "lm_head")
-    normed = torch.nn.functional.rms_norm(last, last.shape, None, read_sizes(target).eps).bfloat16()
-    return ((normed * tensors["norm"].bfloat16()) @ tensors["lm_head"].bfloat16().T).float()
+    model = AutoModelForCausalLM.from_pretrained(target, dtype=torch.float32).eval()
+    gaps, ranks = [], []
+    for prompt, one, other in zip(prompts, plain, drafted, strict=True):
+        at = next((i for i, (a, b) in enumerate(zip(one, other, strict=False)) if a != b), None)
+        if at is None:
+            continue
+        with torch.inference_mode():
+            logits = model(torch.tensor([prompt + one[:at]]), logits_to_keep=1).logits[0, -1]
+        gaps.append(float((logits[one[at]] - logits[other[at]]).abs()))
+        ranks.append(max(int((logits > logits[token]).sum()) for token in (one[at], other[at])))
+    row = f"{same_outputs(plain, drafted)} of {len(plain)} identical"
+    if gaps:
+        row += f"; {len(gaps)} part at ties, logits at most {max(gaps):.2f} apart, none below choice {1 + max(ranks)}"
+    check(
+        f"{name}: bf16 outputs part only at ties",
+        max(gaps, default=0.0) <= TIE_LOGITS and max(ranks, default=0) <= 2,
+        row,
+    )
+    return row
 
 
 # ---- acceptance ----

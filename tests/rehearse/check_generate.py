@@ -69,14 +69,19 @@ def check_generate(check, url: str, model: Path, work: Path) -> None:
     run = Runs(url, vendor, work)
     protocol = load_protocol(Target(model=str(vendor), end_token="<|im_end|>"))
 
-    done, _ = run("probe", "--probe")
-    check("--probe says ready", done.returncode == 0 and done.stdout.endswith("verdict: ready\n"), done.stdout[-300:])
+    for temperature in (1.0, 0.7, 1.3, 0.5):  # so small a model may close its reasoning at once: draw again
+        done, _ = run("probe", "--probe", f"--temperature={temperature}")
+        if ready := done.returncode == 0 and done.stdout.endswith("verdict: ready\n"):
+            break
+    check("--probe says ready", ready, done.stdout[-300:])
 
     done, records = run("plain", "--repeats=4")
     check("01b runs", done.returncode == 0, done.stderr[-300:])
     check("one record a usable question and repeat", len(records) == 12, len(records))
     check("a quoted control token is not asked", "control tokens in the text 1" in done.stdout)
-    check("message.reasoning is captured", all(r["received"]["reasoning_field"] == "reasoning" for r in records))
+    reasoned = [r for r in records if r["output_ids"][0] != END_THINK]
+    fields = {r["received"]["reasoning_field"] for r in reasoned}
+    check("message.reasoning is captured", fields == {"reasoning"}, f"{len(reasoned)} of {len(records)}: {fields}")
     check("ids are the server's", all(r["ids_from"] == "server" for r in records))
     check("prompt ids are ours, and end in <think>", all(_prompt_is_ours(r, protocol) for r in records))
     check("text is what the ids say", all(_text_is_ids(r, protocol) for r in records))

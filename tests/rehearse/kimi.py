@@ -5,12 +5,11 @@ from itertools import islice
 
 import torch
 
-from tests.rehearse.acceptance import check_acceptance, check_lossless, decode, held_out_records
+from tests.rehearse.acceptance import check_acceptance, check_lossless, decode, held_out_records, same_outputs
 from tests.rehearse.broken_exports import check_broken_exports
 from tests.rehearse.check_engine import check_chat, check_kill, reference_states
 from tests.rehearse.check_generate import check_generate, check_parser_off
-from tests.rehearse.extraction import SAME, check_refused, check_states, extraction_server, left
-from tests.rehearse.server import VllmServer
+from tests.rehearse.extraction import SAME, check_states, extraction_server, left
 from tests.rehearse.stages import Run, printed_server, worst_distance
 from tests.rehearse.tiny_kimi import build_checkpoint
 from tests.rehearse.tiny_kimi_training import docstrings
@@ -24,6 +23,7 @@ MAIN_K = 3
 SERVED = {"tensor_parallel": 1}  # in place of the config's 8 GPUs; everything else about the server is the config's
 GREEDY = {"temperature": 0, "top_p": 1, "max_tokens": MAX_TOKENS, "context_tokens": 2048, "concurrency": 16}
 EXTRACT = {"aux_layers": AUX, "max_tokens_per_sample": 1024, "extract_concurrency": 16}
+EXTRACT |= {"max_nll": 6.0}  # so small a model is not sure of its own words
 DATASET = {"draft_vocab_size": 2048, "holdout_share": 0.2, "pack_tokens": 1024}
 DRAFT = {"form": "mla", "intermediate_size": 256, "attention_heads": 4, "key_value_heads": 4}
 TRAINING = {"epochs": 20, "learning_rate": 2e-3, "packs_per_step": 1, "eval_every": 100}
@@ -88,23 +88,10 @@ def extract(rehearsal) -> None:
             urls = {"spool": spool, "extract_urls": server.base_url + "/v1"}
             run("02", **EXTRACT, **urls)
             check(f"Kimi TP {size}: the spool is empty after 02", left(spool) == [], left(spool))
-            if size == 2:
-                refuse_other_model(rehearsal, server, urls)
         counts = run.manifest("02_hidden").counts
         rehearsal.note(f"Kimi TP {size} on policy", f"{counts['nll']:.3f} nat/token, first choice {counts['top1']:.1%}")
     off, compared = worst_distance(runs[2], runs[1], SHARE)
     check("Kimi: TP 2 stores what TP 1 stores", off < SAME, f"{compared} sequences, at most {off:.4f} apart")
-
-
-def refuse_other_model(rehearsal, server: VllmServer, urls: dict) -> None:
-    from tests.rehearse import smollm2
-
-    other = smollm2.the_run(rehearsal, "kimi-refused")
-    link = other.folder / "01_synthetic"
-    link.parent.mkdir(parents=True, exist_ok=True)
-    if not link.exists():
-        link.symlink_to((rehearsal.work / "kimi" / "01_synthetic").resolve())
-    check_refused(rehearsal.check, "another model", other, "extracts layers", **urls)
 
 
 def train(rehearsal) -> None:
@@ -123,12 +110,12 @@ def serve(rehearsal) -> None:
     records = held_out_records(run)
     prompts = [record["prompt_ids"] for record in records]
     engines = [None, *({"draft": str(export.resolve()), "k": k} for k in KS)]
-    plain, *drafted = decode(run, "kimi-serve", folder(rehearsal), prompts, MAX_TOKENS, engines)
+    plain, *drafted = decode(run, "serve", folder(rehearsal), prompts, MAX_TOKENS, engines, language_model_only=True)
     walks = run.manifest("04_draft").counts["acceptance"]["walk"]
     for k, engine in zip(KS, drafted, strict=True):
         if k == MAIN_K:
-            check_lossless(check, f"Kimi k={k}", run, records, plain["outputs"], engine["outputs"])
-        same = sum(a == b for a, b in zip(plain["outputs"], engine["outputs"], strict=True))
+            check_lossless(check, f"Kimi k={k}", records, plain["outputs"], engine["outputs"])
+        same = same_outputs(plain["outputs"], engine["outputs"])
         row = check_acceptance(check, f"Kimi k={k}", engine, walks[str(k)], strict=k == MAIN_K)
         check(f"Kimi k={k}: drafts through the MLA path", engine["drafts"] > 0 and sum(engine["accepted"]) > 0)
         rehearsal.note(f"Kimi acceptance, {len(records)} held-out replies, k={k}", f"{row}; {same} outputs identical")

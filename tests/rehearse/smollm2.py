@@ -1,11 +1,22 @@
 """The rehearsal's steps with SmolLM2: a real language model, a Llama-style draft, greedy throughout."""
 
 import shutil
+from array import array
+
+import torch
 
 from common.config import Extract, Target
 from common.extractors.local import LocalExtractor
 from common.streams import Stream
-from tests.rehearse.acceptance import check_acceptance, check_lossless, decode, engine_length, held_out_records
+from tests.rehearse import kimi
+from tests.rehearse.acceptance import (
+    check_acceptance,
+    check_lossless,
+    check_ties,
+    decode,
+    engine_length,
+    held_out_records,
+)
 from tests.rehearse.broken_exports import check_broken_exports
 from tests.rehearse.extraction import (
     SAME,
@@ -15,12 +26,14 @@ from tests.rehearse.extraction import (
     extraction_server,
     left,
 )
+from tests.rehearse.server import REPOSITORY
 from tests.rehearse.stages import Run, printed_server, worst_distance
 
 MODEL, CONFIG = "runs/smollm2-thinking", "configs/demo.toml"
 SAMPLES, MAX_TOKENS = 200, 128
 AUX, DEPTH = (2, 15, 27), 30
 K = 3
+EXACT = "float32"  # where it is held against the engine token by token: in bf16 every other reply meets a tie
 # No thinking budget: it would write a token that a plain engine does not, and the streams would part there.
 GREEDY = {"engine": "openai", "temperature": 0, "top_p": 1, "thinking_budget": 0, "max_tokens": MAX_TOKENS}
 GREEDY |= {"context_tokens": 1024, "concurrency": 16}
@@ -35,8 +48,9 @@ def the_run(rehearsal, name: str = "smollm2") -> Run:
 def generate(rehearsal) -> None:
     run, check = the_run(rehearsal), rehearsal.check
     printed = run("01", "--print-server-command", "--reasoning-parser", "kimi_k2", **GREEDY)
-    with printed_server(printed, rehearsal.work / "smollm2-generate.log") as server:
+    with printed_server(printed, rehearsal.work / "smollm2-generate.log", "--dtype", EXACT) as server:
         run("01", "--n", SAMPLES, base_urls=server.base_url + "/v1", **GREEDY)
+        refuse_generation_server(rehearsal, server.base_url + "/v1")
     counts = run.manifest("01_synthetic").counts
     check(f"SmolLM2: {SAMPLES} samples", counts["done"] == SAMPLES and counts["failed"] == 0, counts["done"])
     check("SmolLM2: all with reasoning, from its field", counts["reasoning_fields"] == {"reasoning": SAMPLES})
@@ -45,14 +59,29 @@ def generate(rehearsal) -> None:
     rehearsal.note("SmolLM2 samples", f"{counts['done']}, {counts['output_tokens']:,} tokens written")
 
 
+def refuse_generation_server(rehearsal, url: str) -> None:
+    """Stage 02 asks a server that extracts nothing, and one of another model."""
+    flags = {"extract_urls": url, "spool": rehearsal.spool, "max_tokens_per_sample": 512}
+    wrong = copy_of(the_run(rehearsal), the_run(rehearsal, "smollm2-refused"))
+    check_refused(rehearsal.check, "a server that extracts nothing", wrong, "no hidden_states_path", **flags)
+    other = kimi.the_run(rehearsal, "kimi-refused")
+    if (rehearsal.work / "kimi").exists():
+        copy_of(kimi.the_run(rehearsal), other)
+        check_refused(rehearsal.check, "a server of another model", other, "HTTP 400", **flags, aux_layers=kimi.AUX)
+
+
+def copy_of(run: Run, copy: Run) -> Run:
+    """A run folder with the same records and nothing else."""
+    shutil.rmtree(copy.folder, ignore_errors=True)
+    shutil.copytree(run.folder / "01_synthetic", copy.folder / "01_synthetic")
+    return copy
+
+
 def extract(rehearsal) -> None:
     run, check, spool = the_run(rehearsal), rehearsal.check, rehearsal.spool
     text = [id for record in run.records() for id in record["prompt_ids"] + record["output_ids"]]
-    other = [the_run(rehearsal, f"smollm2-{name}") for name in ("killed", "local", "refused")]
-    for copy in other:
-        shutil.rmtree(copy.folder, ignore_errors=True)
-        shutil.copytree(run.folder / "01_synthetic", copy.folder / "01_synthetic")
-    killed, local, refused = other
+    names = ("killed", "local", "refused")
+    killed, local, refused = (copy_of(run, the_run(rehearsal, f"smollm2-{name}")) for name in names)
 
     with extraction_server(run, spool, rehearsal.work / "smollm2-extract.log") as server:
         check_states(check, "SmolLM2", server, run, spool, text, AUX, reference_states)
@@ -73,19 +102,11 @@ def extract(rehearsal) -> None:
 
 def reference_states(prompts: list[list[int]]) -> list:
     """transformers' states at every layer's input and before the final norm, [31, T, H] a prompt, each alone."""
-    import torch
-
     extractor = LocalExtractor(Target(model=MODEL), Extract(batch_tokens=1, device="cpu"), tuple(range(DEPTH)))
-    streams = [Stream(str(i), _array("i", ids), _array("B", bytes(len(ids)))) for i, ids in enumerate(prompts)]
+    streams = [Stream(str(i), array("i", ids), array("B", bytes(len(ids)))) for i, ids in enumerate(prompts)]
     found = {int(stream.id): states for stream, states in extractor.states(streams)}
     stacked = (torch.cat([found[i].aux, found[i].last], 1).unflatten(1, (DEPTH + 1, -1)) for i in range(len(prompts)))
     return [states.transpose(0, 1).float() for states in stacked]
-
-
-def _array(kind: str, values):
-    from array import array
-
-    return array(kind, values)
 
 
 def train(rehearsal) -> None:
@@ -107,17 +128,16 @@ def serve(rehearsal) -> None:
     check_broken_exports(check, export, run.folder)
     records = held_out_records(run)
     prompts = [record["prompt_ids"] for record in records]
-    engines = [None, {"draft": str(export.resolve()), "k": K}]
-    plain, drafted = decode(run, "smollm2-serve", _path(MODEL), prompts, MAX_TOKENS, engines)
-    check_lossless(check, "SmolLM2", run, records, plain["outputs"], drafted["outputs"])
+    with_draft = {"draft": str(export.resolve()), "k": K}
+    target = REPOSITORY / MODEL
+    plain, drafted = decode(run, "serve", target, prompts, MAX_TOKENS, [None, with_draft], dtype=EXACT)
+    check_lossless(check, "SmolLM2", records, plain["outputs"], drafted["outputs"])
+    [rounded] = decode(run, "serve-bf16", target, prompts, MAX_TOKENS, [with_draft])
+    ties = check_ties(check, "SmolLM2", target, prompts, plain["outputs"], rounded["outputs"])
+    rehearsal.note("SmolLM2 with the draft in bf16, beside float32 without", ties)
     walk = run.manifest("04_draft").counts["acceptance"]["walk"][str(K)]
     row = check_acceptance(check, f"SmolLM2 k={K}", drafted, walk)
     rehearsal.note(f"SmolLM2 acceptance, {len(records)} held-out replies, k={K}", row)
     rehearsal.note("SmolLM2 seconds without and with the draft", f"{plain['seconds']:.0f}, {drafted['seconds']:.0f}")
+    rehearsal.note(f"SmolLM2 acceptance in bf16, k={K}", check_acceptance(check, "", rounded, walk, strict=False))
     rehearsal.figures |= {"engine": engine_length(drafted), "offline": walk["length"]}
-
-
-def _path(folder: str):
-    from tests.rehearse.server import REPOSITORY
-
-    return REPOSITORY / folder

@@ -8,17 +8,11 @@ RESULT: an entry an engine, in order: {"outputs": [[ids]], "seconds", "drafts", 
 
 import gc
 import json
-import os
 import sys
 import time
 from pathlib import Path
 
-# One process for engine and caller: the seven engines of a sweep would else import torch and vLLM seven times.
-os.environ |= {"VLLM_ENABLE_V1_MULTIPROCESSING": "0", "VLLM_NO_USAGE_STATS": "1", "HF_HUB_OFFLINE": "1"}
-os.environ.setdefault("VLLM_CPU_KVCACHE_SPACE", "1")
-
 from vllm import LLM, SamplingParams
-from vllm.distributed import cleanup_dist_env_and_memory
 
 DEFAULTS = {"dtype": "bfloat16", "enforce_eager": True, "max_model_len": 1024, "max_num_seqs": 16, "seed": 0}
 
@@ -30,14 +24,15 @@ def run(job: dict, engine: dict | None) -> dict:
         model=job["target"], speculative_config=speculative, disable_log_stats=False, **DEFAULTS | job.get("flags", {})
     )
     prompts = [{"prompt_token_ids": ids} for ids in job["prompts"]]
+    before = counted(llm) if engine else {}
     started = time.monotonic()
     outputs = llm.generate(prompts, SamplingParams(temperature=0.0, max_tokens=job["max_tokens"]), use_tqdm=False)
     result = {"outputs": [list(o.outputs[0].token_ids) for o in outputs], "seconds": time.monotonic() - started}
     if engine:
-        result |= counted(llm)
+        result |= difference(counted(llm), before)
+    llm.llm_engine.engine_core.shutdown()
     del llm
     gc.collect()
-    cleanup_dist_env_and_memory()
     return result
 
 
@@ -49,6 +44,13 @@ def counted(llm: LLM) -> dict:
         "proposed": metrics[f"{prefix}draft_tokens"].value,
         "accepted": metrics[f"{prefix}accepted_tokens_per_pos"].values,
     }
+
+
+def difference(after: dict, before: dict) -> dict:
+    """The counters belong to this process, not to an engine: what one engine added."""
+    difference = {key: after[key] - before[key] for key in ("drafts", "proposed")}
+    earlier = before["accepted"] + [0] * len(after["accepted"])
+    return difference | {"accepted": [a - b for a, b in zip(after["accepted"], earlier, strict=False)]}
 
 
 def main() -> None:

@@ -1,0 +1,109 @@
+"""Warm start: a published EAGLE-3 folder's weights, sizes and vocabulary mapping taken over, or refused by name.
+
+The mapping comes along: rebuilt from other frequencies, every row of the head would mean another token.
+"""
+
+from dataclasses import dataclass, replace
+from pathlib import Path
+
+import torch
+from safetensors import SafetensorError
+from safetensors.torch import load_file
+from torch import Tensor
+
+from common.draft import Draft, DraftConfig
+from common.errors import UserError
+from common.export import read_draft_config
+from common.storage import read_json, sha256
+from common.vocab import kept_tokens, mappings
+
+SPELLINGS = (("model.", ""), ("layers.0.", "midlayer."))  # of publishers' names, in this order
+DERIVED = "rotary_emb.inv_freq"  # follows from the config
+
+
+@dataclass(frozen=True)
+class Published:
+    """A published draft: its config, tensors under our names, and its mapping."""
+
+    folder: Path
+    config: DraftConfig
+    tensors: dict[str, Tensor]
+    d2t: Tensor
+    t2d: Tensor
+
+    @torch.no_grad()
+    def fill(self, draft: Draft) -> None:
+        """Copy the weights into `draft`, which was built with this config; raises UserError for what does not fit."""
+        wanted = {name: p for name, p in draft.named_parameters() if name != "embed_tokens.weight"}
+        odd = [f"{name} is missing" for name in wanted if name not in self.tensors]
+        for name, tensor in self.tensors.items():
+            parameter = draft.embed_tokens.weight if name == "embed_tokens.weight" else wanted.get(name)
+            if parameter is None:
+                odd.append(f"{name} is unknown")
+            elif parameter.shape != tensor.shape:
+                odd.append(f"{name} has shape {list(tensor.shape)}, expected {list(parameter.shape)}")
+            elif not tensor.is_floating_point() or not torch.isfinite(tensor.float()).all():
+                odd.append(f"{name} is {'not finite' if tensor.is_floating_point() else tensor.dtype}")
+        if odd:
+            raise UserError(f"train.warm_start {self.folder}: {'; '.join(odd[:4])}")
+        for name, tensor in self.tensors.items():
+            (draft.embed_tokens.weight if name == "embed_tokens.weight" else wanted[name]).copy_(tensor)
+
+
+def read_published(folder: str, target: DraftConfig, aux_layers: tuple[int, ...]) -> Published:
+    """A draft to go on from; raises UserError naming what does not fit. `target`: the sizes of a fresh draft."""
+    path, said = Path(folder), f"train.warm_start {folder}"
+    files = weight_files(folder)
+    config = read_json(path / "config.json")
+    try:
+        sizes = read_draft_config(config)
+        stored = {name: tensor for file in files for name, tensor in load_file(file).items()}
+    except (KeyError, ValueError, TypeError, SafetensorError) as error:
+        raise UserError(
+            f"{said}: {str(error) if not isinstance(error, KeyError) else f'no {error} in config.json'}"
+        ) from None
+    tensors = {_our_name(name): tensor for name, tensor in stored.items() if DERIVED not in name}
+    t2d, d2t = tensors.pop("t2d", None), tensors.pop("d2t", None)
+    if d2t is None:
+        sizes = replace(sizes, draft_vocab_size=sizes.vocab_size)
+        d2t, t2d = mappings(torch.arange(sizes.vocab_size), sizes.vocab_size)
+    elif t2d is None:
+        _, t2d = mappings(torch.arange(len(d2t)) + d2t, sizes.vocab_size)
+    for name in ("hidden_size", "vocab_size"):
+        if getattr(sizes, name) != getattr(target, name):
+            raise UserError(f"{said}: {name} is {getattr(sizes, name)}, the target's is {getattr(target, name)}")
+    if "fc.weight" in tensors and tensors["fc.weight"].ndim == 2:
+        sizes = replace(sizes, num_aux=tensors["fc.weight"].shape[1] // sizes.hidden_size)
+    if sizes.num_aux != target.num_aux:
+        raise UserError(f"{said}: fc.weight reads {sizes.num_aux} aux states, the shards hold {target.num_aux}")
+    layers = config.get("eagle_aux_hidden_state_layer_ids")
+    if layers and tuple(layers) != aux_layers:
+        raise UserError(f"{said}: made for aux layers {layers}, the shards hold {list(aux_layers)}")
+    try:
+        kept = kept_tokens(d2t.long(), t2d.bool())
+    except UserError as error:
+        raise UserError(f"{said}: {error}") from None
+    # the published config may lack what changes no tensor's shape: the rotary angles are then the target's
+    same_rope = {} if config.get("rope_theta") or config.get("rope_parameters") else {"rope_theta": target.rope_theta}
+    sizes = replace(sizes, draft_vocab_size=len(kept), **same_rope)
+    return Published(path, sizes, tensors, d2t.long(), t2d.bool())
+
+
+def weight_files(folder: str) -> list[Path]:
+    """The safetensors files of a published draft; raises UserError where there are none."""
+    files = sorted(Path(folder).glob("*.safetensors"))
+    if not files or not (Path(folder) / "config.json").is_file():
+        raise UserError(f"train.warm_start {folder}: no config.json and *.safetensors there; name a draft's folder")
+    return files
+
+
+def weight_hashes(folder: str) -> list[str]:
+    """What a warm start's weights are, wherever the folder lies."""
+    return [sha256(file) for file in weight_files(folder)]
+
+
+def _our_name(name: str) -> str:
+    for theirs, ours in SPELLINGS:
+        if name.startswith(theirs):
+            name = ours + name.removeprefix(theirs)
+    return name

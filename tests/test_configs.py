@@ -1,0 +1,80 @@
+"""The ready configs: each loads, says what each of its keys means, and fits its target's protocol."""
+
+import re
+import tomllib
+from dataclasses import replace
+
+import pytest
+from stages import ROOT
+
+from common.command_line import load_settings
+from common.protocol import load_protocol
+from common.serving import generation_command
+from common.target import planned_sizes
+
+CONFIGS = {path.stem: path for path in sorted((ROOT / "configs").glob("*.toml"))}
+KIMI = [name for name in CONFIGS if name.startswith("kimi")]
+COMMENTED = set(CONFIGS) - {"demo"}
+
+
+def whole(name: str) -> dict:
+    return load_settings(["--config", str(CONFIGS[name])], "a test", ("target", "generate")).file
+
+
+def test_the_configs_that_are_promised():
+    assert set(CONFIGS) >= {"kimi-k2.5", "kimi-k2.5-nvfp4", "qwen3-8b", "deepseek-r1-distill", "demo"}
+
+
+@pytest.mark.parametrize("name", CONFIGS)
+def test_sizes_aux_layers_and_limits_fit_together(name, tmp_path):
+    f = whole(name)
+    target = replace(f["target"], model=str(tmp_path / "not-there"))
+    sizes = planned_sizes(target, f["sizes"])
+    layers = sizes.aux_layers(f["extract"].aux_layers)
+    if f["extract"].aux_layers:
+        assert layers == (2, sizes.layers // 2, sizes.layers - 3)
+    assert f["dataset"].draft_vocab_size <= sizes.vocab_size
+    assert f["generate"].max_tokens <= f["generate"].context_tokens
+    assert f["sizes"].weights_gb > 0 and f["sizes"].active_b > 0
+    assert f["train"].packs_per_step % f["plan"].assume_gpus == 0
+
+
+@pytest.mark.parametrize("name", sorted(COMMENTED))
+def test_every_target_and_sampling_key_says_where_its_value_comes_from(name):
+    text = CONFIGS[name].read_text("utf-8")
+    table, silent = "", []
+    for line, before in zip(text.splitlines()[1:], text.splitlines(), strict=False):
+        if line.startswith("["):
+            table = line.split("]")[0] + "]"
+        elif (key := re.match(r"(\w+) = ", line)) and table in ("[target]", "[generate]", "[extract]"):
+            known = ("think_close", "engine", "thinking", "shard_gib", "extract_concurrency", "top_p", "extractor")
+            if "#" not in line and "#" not in before and not key[1].startswith(known) and not line.endswith("["):
+                silent.append(f"{table} {key[1]}")
+    assert len(silent) <= 4, silent
+
+
+@pytest.mark.parametrize("name", KIMI)
+def test_kimi_configs_speak_the_protocol_of_the_real_vocabulary(name, kimi_folder, kimi):
+    """The vendor's tokenizer files with the real 163,840 tokens; everything else as in the file."""
+    target = replace(whole(name)["target"], model=str(kimi_folder))
+    protocol = load_protocol(target, kimi_folder.with_name("kimi_cache"))
+    assert (protocol.think_open, protocol.think_close, protocol.end) == (163606, 163607, 163586)
+    assert protocol.prompt_tail(True)[-1] == 163606 and protocol.prompt_tail(False)[-2:] == [163606, 163607]
+    assert protocol.opener_in_prompt(protocol.prompt_ids([{"role": "user", "content": "hi"}]))
+
+
+def test_nvfp4_differs_from_int4_where_the_checkpoint_does():
+    """Same tokens, layers and draft: what differs is the checkpoint, its size and the number of servers."""
+    one, other = (tomllib.loads(CONFIGS[name].read_text("utf-8")) for name in ("kimi-k2.5", "kimi-k2.5-nvfp4"))
+    differing = {f"{table}.{key}" for table in one for key in one[table] if one[table][key] != other[table].get(key)}
+    assert differing == {
+        "target.model", "target.tensor_parallel", "generate.base_urls", "generate.concurrency",
+        "extract.extract_urls", "sizes.weights_gb",
+    }  # fmt: skip
+
+
+@pytest.mark.parametrize("name", sorted(COMMENTED))
+def test_the_server_command_is_whole(name):
+    f = whole(name)
+    command = generation_command(f["target"], 8000, f["generate"].context_tokens)
+    assert command.startswith(f"vllm serve {f['target'].model} --port 8000") and "--reasoning-parser" in command
