@@ -39,9 +39,11 @@ def main() -> int:
         ask_nobody()
         if not is_there(source):
             return show_missing(settings, "02", source)
-    sizes = (planned_sizes if settings.flags.print_server_command else read_sizes)(
-        settings.target, settings.file["sizes"]
-    )
+    if settings.flags.print_server_command and settings.file["sizes"].hidden_size:
+        ask_nobody()  # a command to copy needs no checkpoint
+        sizes = planned_sizes(settings.target, settings.file["sizes"])
+    else:
+        sizes = read_sizes(settings.target, settings.file["sizes"])
     aux_layers = sizes.aux_layers(settings.extract.aux_layers)
     if settings.flags.print_server_command:
         return print_server_command(settings, aux_layers, sizes.layers)

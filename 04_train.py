@@ -1,7 +1,8 @@
 """Stage 04: train the EAGLE-3 draft, measure its acceptance on held-out replies, export what vLLM and SGLang load.
 
     python 04_train.py --config configs/kimi-k2.5.toml
-    torchrun --nproc-per-node 8 04_train.py --config configs/kimi-k2.5.toml
+    torchrun --nproc-per-node 8 04_train.py --config configs/kimi-k2.5.toml [--parallel fsdp]
+    python 04_train.py --config configs/kimi-k2.5.toml --warm-start FOLDER-OF-A-PUBLISHED-DRAFT
     python 04_train.py --config configs/demo.toml --epochs 3
     python 04_train.py --export-only runs/kimi-k2.5/04_draft/checkpoints/step-00000200
     python 04_train.py --check-export runs/kimi-k2.5/04_draft/export

@@ -142,7 +142,7 @@ class Train:
     learning_rate: float = setting(1e-4, "highest learning rate")
     warmup_share: float = setting(0.05, "share of the steps with rising learning rate")
     optimizer: str = setting(
-        "adamw", "'muon': Muon for the layer and fc, AdamW for the rest", "", True, ("adamw", "muon")
+        "muon", "'muon': Muon for the layer and fc, AdamW for the rest", "", True, ("adamw", "muon")
     )
     weight_decay: float = setting(0.0, "weight decay of the matrices")
     grad_clip: float = setting(1.0, "highest gradient norm")

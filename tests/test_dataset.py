@@ -11,9 +11,9 @@ from hypothesis import strategies as st
 from common.config import Dataset
 from common.dataset import HELD_OUT, TRAIN, Index, IndexBuilder, Packs, held_out, plan_packs
 from common.errors import UserError
+from common.parallel import Ranks
 from common.shards import Shard, ShardKind, ShardWriter, States
 from common.streams import Stream
-from common.parallel import Ranks
 from common.training import PackOrder, step_packs
 
 VOCAB, HIDDEN, LAYERS = 50, 4, (1, 2)

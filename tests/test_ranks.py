@@ -53,7 +53,7 @@ def test_two_ranks_take_the_steps_of_one_and_go_on_from_each_others_checkpoints(
     run, folder = tmp_path / "run", tmp_path / "run/04_draft"
     flags += ["--optimizer", "muon"]
     assert run_here("04", *flags)[0] == 0
-    alone = metrics(run, "train")
+    alone, held_out = metrics(run, "train"), metrics(run, "eval")
     weights = load_file(folder / "export/model.safetensors")
     assert len(alone) == 5
 
@@ -63,6 +63,8 @@ def test_two_ranks_take_the_steps_of_one_and_go_on_from_each_others_checkpoints(
         for name in ("loss", "grad_norm"):
             assert [line[name] for line in found] == pytest.approx([line[name] for line in alone], rel=1e-3), name
         assert [line["tokens"] for line in found] == [line["tokens"] for line in alone]
+        losses = [[line["loss"] for line in lines] for lines in (metrics(run, "eval"), held_out)]
+        assert losses[0] == pytest.approx(losses[1], rel=1e-3)  # over packs shared out to the ranks
         assert check_export(folder / "export") == []
         for name, tensor in load_file(folder / "export/model.safetensors").items():
             assert float((tensor.double() - weights[name].double()).abs().max()) < 0.01, name
