@@ -9,6 +9,7 @@ from contextlib import contextmanager
 from pathlib import Path
 
 os.environ["OMP_WAIT_POLICY"] = "PASSIVE"  # before torch: two workers share two cores, waiting threads must not spin
+os.environ["HF_HUB_OFFLINE"] = "1"  # before any hub library: a dry run in this process would wait for retries
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
 import pytest
