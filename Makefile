@@ -40,8 +40,9 @@ $(VLLM)/.installed: tests/rehearse/constraints-vllm.txt
 	$(VLLM)/bin/pip uninstall --quiet --yes torchvision torchaudio torchcodec
 	@touch $@
 
+# STEPS="--only kimi-build kimi-chat" runs a part of it
 rehearse: $(VENV)/.test $(VLLM)/.installed demo-target
-	$(BIN)/python -m tests.rehearse.run
+	$(BIN)/python -m tests.rehearse.run $(STEPS)
 
 lint: $(VENV)/.test
 	$(BIN)/ruff check .

@@ -20,7 +20,7 @@ from common.shards import States
 from common.streams import Stream
 from common.target import read_sizes
 from tests.rehearse.server import VllmServer
-from tests.rehearse.stages import Run, distance, printed_server, worst_distance
+from tests.rehearse.stages import Run, distance, printed_server, run_distance
 
 CHUNK = 128  # tokens of a prefill chunk
 LENGTHS = (1, 15, 16, 17, 64, 300, 500)  # around the cache's block of 16, several blocks, four chunks
@@ -143,7 +143,7 @@ def check_killed_server(check, run: Run, whole: Run, server: VllmServer, spool: 
     check("killed server: it was in the middle", 0 < stored < total, f"{stored} of {total} stored")
     server.start()
     run("02", shard_gib=0.02, **flags)
-    off, compared = worst_distance(run, whole)
+    off, compared = run_distance(run, whole)
     check(
         "killed server: the rerun equals an unbroken run",
         off < SAME and compared == total,

@@ -1,7 +1,6 @@
 """The rehearsal's steps with the tiny Kimi-K2.5: configs/kimi-k2.5.toml, Kimi's vocabulary and model class, MLA."""
 
-import json
-from itertools import islice
+import re
 
 import torch
 
@@ -10,14 +9,15 @@ from tests.rehearse.broken_exports import check_broken_exports
 from tests.rehearse.check_engine import check_chat, check_kill, reference_states
 from tests.rehearse.check_generate import check_generate, check_parser_off
 from tests.rehearse.extraction import SAME, check_states, extraction_server, left
-from tests.rehearse.stages import Run, printed_server, worst_distance
+from tests.rehearse.server import REPOSITORY
+from tests.rehearse.stages import Run, printed_server, run_distance
 from tests.rehearse.tiny_kimi import build_checkpoint
-from tests.rehearse.tiny_kimi_training import docstrings
 
-CONFIG, TEACH_STEPS = "configs/kimi-k2.5.toml", 200
-QUESTIONS, MAX_TOKENS = 300, 64
+CONFIG, TEACH_STEPS = REPOSITORY / "configs/kimi-k2.5.toml", 200
+# Of a kind that the tiny Kimi was not taught: its greedy answers to those that it knows are nearly all the same.
+QUESTIONS, SAMPLES, MAX_TOKENS = "configs/demo_questions.jsonl", 300, 64
 AUX = (1, 3, 5)
-SHARE = 0.75  # of the tokens must be equal up to rounding; the router's ties decide differently for others
+SHARE = 0.5  # of the tokens must be equal up to rounding; for the others the router's ties may decide differently
 KS = range(1, 8)
 MAIN_K = 3
 SERVED = {"tensor_parallel": 1}  # in place of the config's 8 GPUs; everything else about the server is the config's
@@ -26,15 +26,22 @@ EXTRACT = {"aux_layers": AUX, "max_tokens_per_sample": 1024, "extract_concurrenc
 EXTRACT |= {"max_nll": 6.0}  # so small a model is not sure of its own words
 DATASET = {"draft_vocab_size": 2048, "holdout_share": 0.2, "pack_tokens": 1024}
 DRAFT = {"form": "mla", "intermediate_size": 256, "attention_heads": 4, "key_value_heads": 4}
-TRAINING = {"epochs": 20, "learning_rate": 2e-3, "packs_per_step": 1, "eval_every": 100}
+TRAINING = {"epochs": 6, "learning_rate": 2e-3, "packs_per_step": 1, "eval_every": 100}
 
 
 def folder(rehearsal):
     return rehearsal.work / "tiny-kimi"
 
 
+def config(rehearsal):
+    """configs/kimi-k2.5.toml without the table of Kimi's sizes, which is asserted against the checkpoint."""
+    path = rehearsal.work / "kimi-k2.5.toml"
+    path.write_text(re.sub(r"^\[sizes\].*?(?=^\[)", "", CONFIG.read_text(), flags=re.DOTALL | re.MULTILINE))
+    return path
+
+
 def the_run(rehearsal, name: str = "kimi") -> Run:
-    return Run(rehearsal.work / name, CONFIG, model=folder(rehearsal))
+    return Run(rehearsal.work / name, config(rehearsal), model=folder(rehearsal))
 
 
 def build(rehearsal) -> None:
@@ -44,20 +51,18 @@ def build(rehearsal) -> None:
 def chat(rehearsal) -> None:
     """One server: chats as the pipeline counts on them, 01b's ways of asking, and the greedy samples to train on."""
     run, check, model = the_run(rehearsal), rehearsal.check, folder(rehearsal).resolve()
-    questions = rehearsal.work / "kimi-questions.jsonl"
-    rows = ({"messages": [{"role": "user", "content": f"What does {module}.{name} do?"}]} for module, name, _ in
-            islice(docstrings(), 0, None, 5))  # fmt: skip
-    questions.write_text("".join(json.dumps(row) + "\n" for row in rows))
     printed = run("01", "--print-server-command", **SERVED, **GREEDY)
     with printed_server(printed, rehearsal.work / "kimi-chat.log") as server:
         check_chat(check, server, model)
         check_generate(check, server.base_url + "/v1", model, rehearsal.work / "kimi-check")
         urls = server.base_url + "/v1"
-        run("01", "--n", QUESTIONS, dataset=questions, base_urls=urls, shuffle_seed=-1, **GREEDY)
+        run("01", "--n", SAMPLES, dataset=QUESTIONS, base_urls=urls, shuffle_seed=-1, **GREEDY)
         check_kill(check, server)
     counts = run.manifest("01_synthetic").counts
-    check(f"Kimi: {QUESTIONS} samples", counts["done"] == QUESTIONS and counts["failed"] == 0, counts["done"])
-    rehearsal.note("Kimi samples", f"{counts['done']}, {counts['output_tokens']:,} tokens written")
+    check(f"Kimi: {SAMPLES} samples", counts["done"] == SAMPLES and counts["failed"] == 0, counts["done"])
+    distinct = len({tuple(record["output_ids"]) for record in run.records()})
+    check("Kimi: the samples differ", distinct > SAMPLES / 4, f"{distinct} distinct")
+    rehearsal.note("Kimi samples", f"{counts['done']}, {distinct} distinct, {counts['output_tokens']:,} tokens written")
 
 
 def parser_off(rehearsal) -> None:
@@ -90,8 +95,8 @@ def extract(rehearsal) -> None:
             check(f"Kimi TP {size}: the spool is empty after 02", left(spool) == [], left(spool))
         counts = run.manifest("02_hidden").counts
         rehearsal.note(f"Kimi TP {size} on policy", f"{counts['nll']:.3f} nat/token, first choice {counts['top1']:.1%}")
-    off, compared = worst_distance(runs[2], runs[1], SHARE)
-    check("Kimi: TP 2 stores what TP 1 stores", off < SAME, f"{compared} sequences, at most {off:.4f} apart")
+    off, compared = run_distance(runs[2], runs[1], SHARE)
+    check("Kimi: TP 2 stores what TP 1 stores", off < SAME, f"{compared} sequences, {off:.4f} apart")
 
 
 def train(rehearsal) -> None:

@@ -114,28 +114,37 @@ def printed_server(printed: str, log: Path, *flags: str, delay_s: float = WRITE_
     return VllmServer((REPOSITORY / model).resolve(), log.resolve(), *given, *flags, env=env)
 
 
+def token_distances(found: Tensor, wanted: Tensor) -> Tensor:
+    """Each token's own relative distance [T - 1]; the first, whose state is huge in some models, is left out."""
+    found, wanted = found[1:].float(), wanted[1:].float()
+    return (found - wanted).norm(dim=-1) / wanted.norm(dim=-1)
+
+
 def distance(found: Tensor, wanted: Tensor, share: float | None = None) -> float:
-    """Relative distance over all tokens but the first, whose huge state would hide the others.
+    """Relative distance over all tokens but the first.
 
     `share`: within what distance so many of the tokens lie, each by itself. In a mixture of experts rounding decides
     where two experts are nearly tied, so that single tokens differ widely between two right engines.
     """
+    if share is not None:
+        return float(token_distances(found, wanted).quantile(share))
     found, wanted = found[1:].float(), wanted[1:].float()
-    if share is None:
-        return float((found - wanted).norm() / wanted.norm())
-    return float(((found - wanted).norm(dim=-1) / wanted.norm(dim=-1)).quantile(share))
+    return float((found - wanted).norm() / wanted.norm())
 
 
-def worst_distance(one: Run, other: Run, share: float | None = None) -> tuple[float, int]:
-    """(largest relative distance of any sequence's aux or last states, sequences compared) of two runs.
+def run_distance(one: Run, other: Run, share: float | None = None) -> tuple[float, int]:
+    """(distance of two runs' states, sequences compared): the worst sequence's, or what `share` of all tokens keep.
 
     Infinite where the runs do not hold the same samples with the same ids.
     """
     theirs = {id: (ids, aux, last) for id, ids, aux, last in other.sequences()}
-    worst, compared = 0.0, 0
+    worst, tokens, compared = 0.0, [], 0
     for id, ids, aux, last in one.sequences():
         if id not in theirs or not torch.equal(ids, theirs[id][0]):
             return float("inf"), compared
-        worst = max(worst, distance(aux, theirs[id][1], share), distance(last, theirs[id][2], share))
+        for mine, yours in ((aux, theirs[id][1]), (last, theirs[id][2])):
+            worst = max(worst, distance(mine, yours))
+            tokens.append(token_distances(mine, yours))
         compared += 1
-    return (worst, compared) if compared == len(theirs) else (float("inf"), compared)
+    off = worst if share is None else float(torch.cat(tokens).quantile(share))
+    return (off, compared) if compared == len(theirs) else (float("inf"), compared)
