@@ -2,8 +2,9 @@
 
     .venv-vllm/bin/python -m tests.rehearse.speculate JOB.json RESULT.json
 
-JOB: {"target", "prompts": [[ids]], "max_tokens", "flags": {LLM arguments}, "engines": [null | {"draft", "k"}]}.
-RESULT: an entry an engine, in order: {"outputs": [[ids]], "seconds", "drafts", "proposed", "accepted": [per position]}.
+JOB: {"target", "prompts": [[ids]], "max_tokens", "flags": {of LLM}, "engines": [null | {"draft", "k", "alone"}]}.
+RESULT: an entry an engine, in order: {"outputs": [[ids]], "seconds", "drafts", "proposed", "accepted": [per position]};
+with "alone", every prompt is run once more by itself: "alone": [{"output", "steps": [new tokens], "accepted": [...]}].
 """
 
 import gc
@@ -24,16 +25,32 @@ def run(job: dict, engine: dict | None) -> dict:
         model=job["target"], speculative_config=speculative, disable_log_stats=False, **DEFAULTS | job.get("flags", {})
     )
     prompts = [{"prompt_token_ids": ids} for ids in job["prompts"]]
+    greedy = {"temperature": 0.0, "max_tokens": job["max_tokens"]}
     before = counted(llm) if engine else {}
     started = time.monotonic()
-    outputs = llm.generate(prompts, SamplingParams(temperature=0.0, max_tokens=job["max_tokens"]), use_tqdm=False)
+    outputs = llm.generate(prompts, SamplingParams(**greedy), use_tqdm=False)
     result = {"outputs": [list(o.outputs[0].token_ids) for o in outputs], "seconds": time.monotonic() - started}
     if engine:
         result |= difference(counted(llm), before)
+        if engine.get("alone"):
+            result["alone"] = [alone(llm, prompt, SamplingParams(**greedy), str(i)) for i, prompt in enumerate(prompts)]
     llm.llm_engine.engine_core.shutdown()
     del llm
     gc.collect()
     return result
+
+
+def alone(llm: LLM, prompt: dict, sampling: SamplingParams, name: str) -> dict:
+    """One prompt by itself, step by step: the first step is the prompt's, each further one verifies a draft."""
+    before = counted(llm)
+    llm.llm_engine.add_request(name, prompt, sampling)
+    steps, output = [], []
+    while llm.llm_engine.has_unfinished_requests():
+        for answer in llm.llm_engine.step():
+            longer = list(answer.outputs[0].token_ids)
+            steps.append(len(longer) - len(output))
+            output = longer
+    return {"output": output, "steps": steps} | difference(counted(llm), before)
 
 
 def counted(llm: LLM) -> dict:
@@ -47,10 +64,10 @@ def counted(llm: LLM) -> dict:
 
 
 def difference(after: dict, before: dict) -> dict:
-    """The counters belong to this process, not to an engine: what one engine added."""
-    difference = {key: after[key] - before[key] for key in ("drafts", "proposed")}
-    earlier = before["accepted"] + [0] * len(after["accepted"])
-    return difference | {"accepted": [a - b for a, b in zip(after["accepted"], earlier, strict=False)]}
+    """The counters belong to this process, not to an engine: what was added between."""
+    added = {key: after[key] - before[key] for key in ("drafts", "proposed")}
+    earlier = [*before["accepted"], *[0] * len(after["accepted"])]
+    return added | {"accepted": [a - b for a, b in zip(after["accepted"], earlier, strict=False)]}
 
 
 def main() -> None:
