@@ -191,8 +191,23 @@ def figures(**changed) -> OnPolicy:
         ({"late_nll": 39.0}, "neighbouring token"),
         ({"positions": 8, "top1": 8, "nll": 2.0, "shifted_positions": 0, "late_nll": 0.0, "early_nll": 80.0}, None),
         ({"positions": 8, "top1": 8, "nll": 8.0, "shifted_positions": 2, "late_nll": 7.0, "early_nll": 80.0}, None),
+        ({"positions": 8, "top1": 7, "nll": 3.0}, None),
+        ({"positions": 8, "top1": 4, "nll": 8.0}, "first choice 50.0% is below 90%"),
     ],
-    ids=["right", "empty", "nll", "greedy", "sampled", "low", "early", "late", "one-token replies", "short replies"],
+    ids=[
+        "right",
+        "empty",
+        "nll",
+        "greedy",
+        "sampled",
+        "low",
+        "early",
+        "late",
+        "one-token replies",
+        "short replies",
+        "a tie among few",
+        "half of few",
+    ],
 )
 def test_verdict(changed, said):
     problem = figures(**changed).problem(Extract())

@@ -22,7 +22,7 @@ from common.extractors.interface import ExtractError
 
 PREFIX = "kimi-eagle3-"
 NAME = re.compile(PREFIX + "[0-9a-f]{8}")
-POLL_S = (0.002, 0.1)  # first and longest pause between two looks at a lock or a file
+POLL_S = (0.002, 0.016)  # first and longest pause between two looks at a lock or a file; a look takes 20 us
 FILE_GRACE_S = 2.0  # how long a free lock may stand without its file on a slow shared folder
 UNNAMED_S = 60.0  # safetensors writes `.tmpXXXXXX` and renames it: one that no writer touched for so long is dead
 
