@@ -153,6 +153,7 @@ class Train:
     step_weights: tuple[float, ...] = setting((), "loss weight of each step, in place of step_weight's powers")
     hard_label_share: float = setting(0.0, "share of the loss against the target's first choice alone, 0 to 1")
     train_embedding: bool = setting(False, "train the copy of the target's embedding too, in float32")
+    train_head: bool = setting(True, "train the head, whose rows start as the target's")
     mask_outside_vocab: bool = setting(True, "no loss where the target's choice is outside the draft vocabulary")
     fc_init: str = setting("identity", "start of fc: the last aux state, or random", choices=("identity", "random"))
     seed: int = setting(0, "seed of initial weights and order")

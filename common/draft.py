@@ -238,10 +238,8 @@ class Draft(nn.Module):
         self.embed_tokens = nn.Embedding.from_pretrained(embedding, freeze=True)
 
     @torch.no_grad()
-    def initialise(
-        self, head_rows: Tensor | None, seed: int, fc: str = "identity", norm: Tensor | None = None, std: float = 0.02
-    ) -> None:
-        """Fresh weights: head rows [D, H] and final norm [H] of the target where given, the rest random from `seed`."""
+    def initialise(self, head_rows: Tensor | None, seed: int, fc: str = "identity", std: float = 0.02) -> None:
+        """Fresh weights: head rows [D, H] of the target where given, the rest random from `seed`, norms one."""
         if fc not in ("identity", "random"):
             raise ValueError(f'fc initialisation is "{fc}", expected "identity" or "random"')
         generator = torch.Generator().manual_seed(seed)
@@ -257,8 +255,6 @@ class Draft(nn.Module):
             self.fc.weight.mul_(0.1)[:, -hidden:].add_(torch.eye(hidden, device=self.fc.weight.device))
         if head_rows is not None:
             self.lm_head.weight.copy_(head_rows)
-        if norm is not None:
-            self.norm.weight.copy_(norm)
 
     def cast(self, dtype: torch.dtype) -> dict[str, Weight]:
         """Every matrix in the type that computes, once a forward; those that read the same rows are joined."""

@@ -28,6 +28,7 @@ class StepFlops:
         names = ("midlayer.self_attn.o_proj", "midlayer.self_attn.q_b_proj", "lm_head")
         self.row = sum(sizes.get(name, 0) for name in names) + raised + c.hidden_size * (self.query + self.key_value)
         self.row += sum(size for name, size in sizes.items() if name.startswith("midlayer.mlp."))
+        self.frozen_head = 0 if draft.lm_head.weight.requires_grad else sizes["lm_head"]
         self.fc, self.raised, self.pair = sizes["fc"], raised, c.num_attention_heads * widths
 
     def of(self, offsets: Tensor, positions: Tensor, steps: int) -> float:
@@ -36,7 +37,7 @@ class StepFlops:
         seen = int((positions - offsets[torch.searchsorted(offsets[1:], positions, right=True)] + 1).sum())
         once = tokens * self.hidden * self.key_value + rows * self.hidden * self.query  # the embedding's half
         once += (tokens - rows) * (self.hidden * self.key_value + self.raised)  # step-0 keys of prompts
-        trained = steps * rows * self.row + once + steps * seen * self.pair
+        trained = steps * rows * (self.row - self.frozen_head / 3) + once + steps * seen * self.pair
         fc = 2 * tokens * self.fc  # the states take no gradient
         return 2.0 * (3 * trained + fc + rows * self.hidden * self.columns)
 

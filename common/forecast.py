@@ -95,7 +95,7 @@ def _disk(settings: Settings, sizes, load: Load, draft) -> list[tuple[str, str]]
     written = load.samples * (load.prompt + load.output)
     head = 2 * (2 * sizes.vocab_size + 1) * sizes.hidden_size
     kept = f["train"].keep_checkpoints + 1
-    checkpoint = plan.checkpoint_bytes(draft, f["train"].train_embedding)
+    checkpoint = plan.checkpoint_bytes(draft, f["train"].train_embedding, f["train"].train_head)
     return [
         ("tokens", f"{written:,.0f} = {load.samples:,} x ({load.prompt:,.0f} prompt + {load.output:,.0f} reply)"),
         ("01_synthetic", f"{written * plan.JSONL_BYTES / GB:,.2f} GB = tokens x {plan.JSONL_BYTES} bytes of JSONL"),
@@ -112,7 +112,7 @@ def _pack_memory(settings: Settings, load: Load, draft, ranks: int, parallel: st
     prompt, output = _trained(settings, load)
     rows = round(tokens * output / (prompt + output))
     return plan.training_memory(
-        draft, tokens, rows, steps or train.unrolled_steps, ranks, parallel, train.train_embedding
+        draft, tokens, rows, steps or train.unrolled_steps, ranks, parallel, train.train_embedding, train.train_head
     )
 
 

@@ -80,6 +80,7 @@ class TrainingRun:
         # The seed's weights are drawn on the CPU; the target's tensors move once and are shared by whatever is built.
         self.draft = Draft(self.config, embedding.float() if s.train_embedding else embedding).to(device)
         self.draft.embed_tokens.weight.requires_grad_(s.train_embedding)
+        self.draft.lm_head.weight.requires_grad_(s.train_head)
         self.draft.initialise(self.target["lm_head"][self.kept].float(), s.seed, s.fc_init)
         self.unrolled = UnrolledStep(
             self.draft,
@@ -109,13 +110,13 @@ class TrainingRun:
         """Derived numbers, to be printed before the first step."""
         s, c = self.settings.train, self.draft.config
         heads = f"{c.num_attention_heads}/{c.num_key_value_heads} heads"
-        trained, frozen = sum(p.numel() for p in self.trained), self.draft.embed_tokens.weight
-        frozen = 0 if frozen.requires_grad else frozen.numel()
+        trained = sum(p.numel() for p in self.trained)
+        frozen = sum(p.numel() for p in self.draft.parameters()) - trained
         weights = " ".join(f"{w:.3g}" for w in self.unrolled.loss_weights(s.unrolled_steps).tolist())
         kind = f", {s.parallel}" if self.ranks.world > 1 else ""
         return [
             ("draft", f"{c.form}, hidden {c.hidden_size}, MLP {c.intermediate_size}, {heads}"),
-            ("weights", f"{trained / 1e6:.1f} M trained, {frozen / 1e6:.1f} M frozen embedding"),
+            ("weights", f"{trained / 1e6:.1f} M trained, {frozen / 1e6:.1f} M frozen"),
             ("vocabulary", f"{c.draft_vocab_size:,} of {c.vocab_size:,}, {self.coverage:.2%} of what the target wrote"),
             ("start", f"the draft in {self.settings.train.warm_start}" if self.published else "fresh weights"),
             ("steps", f"{self.total_steps} of {s.packs_per_step} packs, {self.steps_an_epoch} an epoch"),

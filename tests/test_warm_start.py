@@ -121,7 +121,7 @@ def test_further_options_train_and_resume(run):
     flags += ("--checkpoint-every", 1, "--keep-checkpoints", 9, "--epochs", 1)
     code, out, stderr = train(run, *flags)
     assert code == 0, stderr
-    assert "weights 1 0.5;" in out and "0.0 M frozen embedding" in out and "muon" in out
+    assert "weights 1 0.5;" in out and "0.0 M frozen" in out and "muon" in out
     lines, weights = metrics(run, "train"), exported(run)
     head = load_file(run / "03_dataset/target_head.safetensors")
     assert not torch.equal(weights["embed_tokens.weight"], head["embedding"])
@@ -132,6 +132,16 @@ def test_further_options_train_and_resume(run):
     for before, after in zip(lines, metrics(run, "train"), strict=True):
         assert all(before[name] == after[name] for name in ("step", "loss", "grad_norm"))
     assert all(torch.equal(weights[name], tensor) for name, tensor in exported(run).items())
+
+
+def test_a_frozen_head_keeps_the_targets_rows(run):
+    code, out, stderr = train(run, "--no-train-head", "--epochs", 1)
+    assert code == 0, stderr
+    vocab, head = (load_file(run / f"03_dataset/{name}.safetensors") for name in ("vocab", "target_head"))
+    kept = vocab["d2t"] + torch.arange(len(vocab["d2t"]))
+    assert torch.equal(exported(run)["lm_head.weight"], head["lm_head"][kept].bfloat16())
+    last = sorted((run / "04_draft/checkpoints").iterdir())[-1]
+    assert not {"lm_head.weight", "embed_tokens.weight"} & load_file(last / "model.safetensors").keys()
 
 
 @pytest.mark.parametrize(
