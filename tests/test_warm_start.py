@@ -135,7 +135,7 @@ def test_further_options_train_and_resume(run):
 
 
 def test_a_frozen_head_keeps_the_targets_rows(run):
-    code, out, stderr = train(run, "--no-train-head", "--epochs", 1)
+    code, _, stderr = train(run, "--no-train-head", "--epochs", 1)
     assert code == 0, stderr
     vocab, head = (load_file(run / f"03_dataset/{name}.safetensors") for name in ("vocab", "target_head"))
     kept = vocab["d2t"] + torch.arange(len(vocab["d2t"]))
