@@ -107,6 +107,18 @@ def run_copy(tiny_run, tmp_path):
     return copy
 
 
+@pytest.fixture
+def small_disk(tmp_path):
+    """A file system of 8 MiB that really fills up; needs root."""
+    disk = tmp_path / "disk"
+    disk.mkdir()
+    mounted = subprocess.run(["mount", "-t", "tmpfs", "-o", "size=8m", "tmpfs", str(disk)], capture_output=True)
+    if mounted.returncode:
+        pytest.skip(f"no small disk can be mounted here: {mounted.stderr.decode().strip()}")
+    yield disk
+    subprocess.run(["umount", "--lazy", str(disk)], check=True)  # lazy: shards may still be mapped
+
+
 @pytest.fixture(scope="session")
 def smollm2(demo_target):
     """The demo target in bf16, loaded once a worker."""

@@ -23,7 +23,7 @@ def extract(smollm2, monkeypatch):
     """Runs 02 in this process: (exit code, stdout, stderr). `fault` changes each stream's states before they arrive."""
     monkeypatch.setattr("common.extractors.local.load_model", lambda *_: smollm2)
 
-    def run(folder, *flags, fault=None, drawn: list | None = None):
+    def run(folder, *flags, fault=None, drawn: list | None = None, **replaced):
         class Extractor(LocalExtractor):
             def states(self, streams):
                 def noted():
@@ -37,7 +37,7 @@ def extract(smollm2, monkeypatch):
 
         with monkeypatch.context() as patch:
             patch.setattr("common.extractors.local.LocalExtractor", Extractor)
-            return run_here("02", "--config", DEMO, "--run-dir", folder, *flags)
+            return run_here("02", "--config", DEMO, "--run-dir", folder, *flags, **replaced)
 
     return run
 
@@ -245,6 +245,24 @@ def test_case_20_another_target_and_other_records_are_refused(extract, run_copy,
     manifest.save(folder / "01_synthetic")
     code, _, stderr = extract(folder)
     assert code == 2 and "generate.seed: 0 there, 7 now" in only_error(stderr)
+
+
+def test_a_disk_that_fills_up_pauses_the_run(extract, run_copy, tiny_run, small_disk):
+    """What it needs was free at its start, then others wrote. What is finished stays, and the rerun does the rest."""
+    shutil.copytree(run_copy("01_synthetic"), folder := small_disk / "run")
+    ballast = small_disk / "of others"
+    patch = {"check_free_space": lambda *_: ballast.write_bytes(bytes(5_500_000))}
+    code, _, stderr = extract(folder, *FEW_A_SHARD, **patch)
+    assert code == 3 and "the disk is full" in only_error(stderr)
+    before = set(stored(folder))
+    assert 0 < len(before) < 10 and leftovers(folder) == []
+    code, _, stderr = extract(folder, *FEW_A_SHARD)
+    assert code == 3 and "GiB needed" in only_error(stderr)
+    ballast.unlink()
+    drawn = []
+    code, _, stderr = extract(folder, *FEW_A_SHARD, drawn=drawn)
+    assert code == 0 and set(drawn) == set(stored(folder)) - before, stderr
+    same(stored(folder), stored(tiny_run))
 
 
 def test_a_limit_cuts_replies_and_drops_long_prompts(extract, run_copy, tiny_run):
