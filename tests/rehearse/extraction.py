@@ -95,10 +95,16 @@ def check_company(
     return together
 
 
-def extraction_server(run: Run, spool: Path, log: Path, *flags: str, **settings: object) -> VllmServer:
-    """The server that 02 prints for this run, on the CPU connector, with chunked prefill."""
+def chunks_mla() -> bool:
+    """Whether vLLM's CPU build prefills MLA in chunks: only its AMX kernels do. Without AMX it switches chunks off but
+    keeps the budget of a step, so that a prompt longer than that would wait for ever."""
+    return " amx_tile " in Path("/proc/cpuinfo").read_text("utf-8").replace("\n", " ")
+
+
+def extraction_server(run: Run, spool: Path, log: Path, chunked: bool = True, **settings: object) -> VllmServer:
+    """The server that 02 prints for this run, on the CPU connector, with or without chunked prefill."""
     printed = run("02", "--print-server-command", extractor="vllm", spool=spool, **settings)
-    return printed_server(printed, log, *CHUNKED, *flags)
+    return printed_server(printed, log, *(CHUNKED if chunked else ()))
 
 
 def check_states(

@@ -15,7 +15,7 @@ from tests.rehearse.acceptance import (
 from tests.rehearse.broken_exports import check_broken_exports
 from tests.rehearse.check_engine import check_chat, check_kill, reference_states
 from tests.rehearse.check_generate import check_generate, check_parser_off
-from tests.rehearse.extraction import SAME, check_states, extraction_server, left
+from tests.rehearse.extraction import CHUNK, SAME, check_states, chunks_mla, extraction_server, left
 from tests.rehearse.offline import reply_walks
 from tests.rehearse.server import REPOSITORY
 from tests.rehearse.stages import Run, printed_server, run_distance
@@ -96,13 +96,15 @@ def extract(rehearsal) -> None:
 
     for size, run in runs.items():
         log = rehearsal.work / f"kimi-extract-tp{size}.log"
-        with extraction_server(run, spool, log, tensor_parallel=size, **EXTRACT) as server:
+        with extraction_server(run, spool, log, chunks_mla(), tensor_parallel=size, **EXTRACT) as server:
             check_states(check, f"Kimi TP {size}", server, run, spool, text, AUX, reference, share=SHARE)
             urls = {"spool": spool, "extract_urls": server.base_url + "/v1"}
             run("02", **EXTRACT, **urls)
             check(f"Kimi TP {size}: the spool is empty after 02", left(spool) == [], left(spool))
         counts = run.manifest("02_hidden").counts
         rehearsal.note(f"Kimi TP {size} on policy", f"{counts['nll']:.3f} nat/token, first choice {counts['top1']:.1%}")
+    how = f"in chunks of {CHUNK}" if chunks_mla() else "whole: without AMX vLLM's CPU build does not chunk MLA"
+    rehearsal.note("Kimi prefill", how)
     off, compared = run_distance(runs[2], runs[1], SHARE)
     check("Kimi: TP 2 stores what TP 1 stores", off < SAME, f"{compared} sequences, {off:.4f} apart")
 
