@@ -32,7 +32,7 @@ from tests.rehearse.server import REPOSITORY
 from tests.rehearse.stages import Run, printed_server, run_distance
 
 MODEL, CONFIG = "runs/smollm2-thinking", "configs/demo.toml"
-SAMPLES, MAX_TOKENS = 200, 128
+SAMPLES, MAX_TOKENS = 120, 128
 AUX, DEPTH = (2, 15, 27), 30
 K = 3
 EXACT = "float32"  # where it is held against the engine token by token: in bf16 every other reply meets a tie
