@@ -65,6 +65,7 @@ def main() -> None:
     parser.add_argument(
         "--run-dir", type=Path, default=Path("runs/demo"), help="the finished demo (default %(default)s)"
     )
+    parser.add_argument("--epochs", help="the run's passes over the training split, where they are not the config's")
     args = parser.parse_args()
     os.chdir(ROOT)
     run = args.run_dir.with_name(f"{args.run_dir.name}-fp8")
@@ -73,7 +74,7 @@ def main() -> None:
     for script, flags in (
         ("02_extract_hidden.py", ["--store-dtype", "fp8"]),
         ("03_build_dataset.py", []),
-        ("04_train.py", []),
+        ("04_train.py", ["--epochs", args.epochs] if args.epochs else []),
     ):
         subprocess.run([sys.executable, script, "--config", CONFIG, "--run-dir", str(run), *flags], check=True)
     errors = state_errors(args.run_dir / "02_hidden", run / "02_hidden")
