@@ -1,4 +1,7 @@
-"""The documents: every command in them is one that its script takes, and every message is one that the code says."""
+"""The documents: every command runs in the rehearsal or says why not, and every message is one that the code says.
+
+tests/rehearse/documents.py says how each command runs; here its tables are held to the documents, both ways.
+"""
 
 import re
 import shlex
@@ -6,21 +9,21 @@ import shlex
 import pytest
 from stages import ROOT, SCRIPTS, script_module
 
+from common import command_line
 from common.command_line import load_settings
 from common.serving import draft_command
+from tests.rehearse import documents
+from tests.rehearse.documents import EXEMPT, PROGRAMS, PROMISES, README, RUNBOOK, TOGETHER
 
-DOCUMENTS = ("README.md", "configs/README.md")
-OTHERS = {"nvidia-smi", "df", "pip", "hf", "dd", "rsync", "vllm"}  # not ours to check
+DOCUMENTS = (README, RUNBOOK)
+PORTS = {"draft_port": 1, "rendezvous_port": 2}
+FOREIGN = {"--port", "--max-model-len", "--reasoning-parser"}  # vLLM's own flags
+RANKS = 2  # what the rehearsal's machine has room for
 
-
-def commands(document: str) -> list[str]:
-    """The lines of the document's bash blocks, continued ones joined."""
-    blocks = re.findall(r"```bash\n(.*?)```", (ROOT / document).read_text("utf-8"), re.DOTALL)
-    lines = "".join(blocks).replace("\\\n", " ").splitlines()
-    return [line.strip() for line in lines if line.strip() and not line.startswith("#")]
-
-
-ALL = [(document, command) for document in DOCUMENTS for command in commands(document)]
+ALL = [(document, command) for document in DOCUMENTS for block in documents.blocks(document)
+       for command in block.commands]  # fmt: skip
+COMMANDS = list(dict.fromkeys(command for _, command in ALL))
+INLINE = [command for document in DOCUMENTS for command in documents.inline_commands(document)]
 
 
 class Parsed(Exception):
@@ -46,20 +49,93 @@ def make_targets() -> set[str]:
     return set(re.findall(r"^([a-z][\w-]*):", (ROOT / "Makefile").read_text("utf-8"), re.MULTILINE))
 
 
+def script_of(words: list[str]) -> int | None:
+    """Where the script stands in a command."""
+    return next((i for i, word in enumerate(words) if word.endswith(".py")), None)
+
+
 @pytest.mark.parametrize(("document", "command"), ALL, ids=[command[:70] for _, command in ALL])
 def test_every_command_is_taken(document, command, root_folder):
-    words = shlex.split(command, comments=True)
-    while "=" in words[0] and not words[0].startswith("-"):
-        words.pop(0)
-    at = next((i for i, word in enumerate(words) if word.endswith(".py")), None)
+    """By the script's own parser; `make` has the target; what nothing runs has its reason."""
+    words = shlex.split(command)
+    at = script_of(words)
     if at is not None:
         assert words[0] in ("python", "torchrun") and (ROOT / words[at]) in SCRIPTS.values(), command
-        settings = parse(words[at][:2], words[at + 1 :])
-        assert settings.target.model
+        assert parse(words[at][:2], words[at + 1 :]).target.model
+        assert documents.promised(command), f"{command}: say in PROMISES what it must print"
     elif words[0] == "make":
         assert set(words[1:]) <= make_targets()
-    else:
-        assert words[0] in OTHERS or (words[0] == "python" and words[1] == "-m"), command
+    as_run = shlex.split(documents.as_run(command, **PORTS))
+    assert documents.exempt(command) or as_run[0] in PROGRAMS, f"{words[0]}: put it into EXEMPT or PROGRAMS"
+    if as_run[0] == "torchrun":
+        nodes = int(as_run[as_run.index("--nnodes") + 1]) if "--nnodes" in as_run else 1
+        assert nodes * int(as_run[as_run.index("--nproc-per-node") + 1]) == RANKS, "cut its ranks in REWRITES"
+
+
+@pytest.mark.parametrize("command", INLINE)
+def test_a_command_in_the_running_text_is_one_that_runs(command):
+    assert command in COMMANDS or documents.exempt(command)
+
+
+@pytest.mark.parametrize("document", DOCUMENTS)
+def test_no_block_of_commands_is_overlooked(document):
+    """A fence of another name, or an indented one, would hide its commands from the rehearsal."""
+    text = (ROOT / document).read_text("utf-8")
+    named = re.findall(r"^ *```(\S+)", text, re.MULTILINE)
+    assert set(named) <= {"bash", "mermaid"} and named.count("bash") == len(list(documents.blocks(document)))
+    sections = set(re.findall(r"^## (.+)$", text, re.MULTILINE))
+    assert document == README or set(documents.FRESH) <= sections
+
+
+def test_no_entry_of_the_tables_is_stale(monkeypatch):
+    for pattern in EXEMPT:
+        assert any(re.fullmatch(pattern, command) for command in COMMANDS + INLINE), pattern
+    for pattern, _ in PROMISES:
+        assert any(re.search(pattern, command) for command in COMMANDS if not documents.exempt(command)), pattern
+    run = {command: documents.as_run(command, **PORTS) for command in COMMANDS if not documents.exempt(command)}
+    assert {shlex.split(command)[0] for command in run.values()} == PROGRAMS
+    for row in documents.REWRITES:
+        others = [other for other in documents.REWRITES if other is not row]
+        with monkeypatch.context() as without:
+            without.setattr(documents, "REWRITES", others)
+            assert any(documents.as_run(command, **PORTS) != run[command] for command in run), row
+
+
+def test_a_new_command_is_noticed(tmp_path, monkeypatch):
+    """An unknown program is neither exempt nor run; blocks say when their commands run at the same time."""
+    (tmp_path / "new.md").write_text(f"## A\n```bash\n{TOGETHER}\ncurl x \\\n  y\nmake demolish\n```\n")
+    monkeypatch.setattr(documents, "REPOSITORY", tmp_path)
+    [block] = documents.blocks("new.md")
+    assert block.together and block.section == "A" and block.commands == ["curl x    y", "make demolish"]
+    for command in block.commands:
+        assert documents.exempt(command) is None and command.split()[0] not in PROGRAMS
+
+
+def test_the_rehearsals_config_is_the_real_one_cut_in_size(tmp_path):
+    config = tmp_path / "kimi-k2.5.toml"
+    places = {"spool": tmp_path, "generation_port": 1, "extraction_port": 2}
+    config.write_text(documents.smaller((ROOT / "configs/kimi-k2.5.toml").read_text("utf-8"), **places))
+    settings = load_settings(["--config", str(config)], "a test", ("target",)).file  # unknown keys are errors
+    assert settings["generate"].max_tokens < 64 and settings["serving"].eval_max_tokens < 64
+    assert f"--local-dir {settings['target'].model}" in " ".join(COMMANDS)  # as the runbook's step 0 lays it
+
+
+@pytest.mark.parametrize("document", DOCUMENTS)
+def test_every_flag_in_the_running_text_is_known(document, monkeypatch):
+    known = set(FOREIGN)
+    parser = command_line._parser
+
+    def noted(*rest):
+        made = parser(*rest)
+        known.update(flag for action in made._actions for flag in action.option_strings)
+        return made
+
+    monkeypatch.setattr(command_line, "_parser", noted)
+    for stage in SCRIPTS:
+        parse(stage, ["--config", str(ROOT / "configs/kimi-k2.5.toml")])
+    text = re.sub(r"^```.*?^```", "", (ROOT / document).read_text("utf-8"), flags=re.DOTALL | re.MULTILINE)
+    used = set(re.findall(r"(?<![\w-])--[a-z][\w-]*", text))
+    assert used and used <= known, used - known
 
 
 def test_the_served_draft_is_the_command_that_we_print(root_folder):

@@ -18,7 +18,7 @@ from pathlib import Path
 
 import transformers
 
-from tests.rehearse import kimi, smollm2
+from tests.rehearse import commands, kimi, smollm2
 from tests.rehearse.check_engine import Checks
 from tests.rehearse.server import REPOSITORY
 
@@ -40,6 +40,7 @@ class Rehearsal:
 
 STEPS: dict[str, Callable[[Rehearsal], None]] = {
     "kimi-build": kimi.build,
+    "commands": commands.run,
     "kimi-chat": kimi.chat,
     "kimi-parser-off": kimi.parser_off,
     "kimi-extract": kimi.extract,

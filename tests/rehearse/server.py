@@ -43,11 +43,11 @@ class ServerDied(RuntimeError):
 
 
 class VllmServer:
-    """Serves `model` on a free local port, kept over restarts; `flags` come after, and so beat, the defaults above."""
+    """Serves `model` on a free local port, or this one, kept over restarts; `flags` beat the defaults above."""
 
-    def __init__(self, model: Path, log: Path, *flags: str, env: dict[str, str] | None = None):
+    def __init__(self, model: Path, log: Path, *flags: str, env: dict[str, str] | None = None, port: int | None = None):
         self.log = Path(log)
-        self.port = free_port()
+        self.port = port or free_port()
         self.base_url = f"http://127.0.0.1:{self.port}"
         self.command = [str(VLLM_PYTHON), "-m", "vllm.entrypoints.openai.api_server", "--model", str(model)]
         self.command += ["--host", "127.0.0.1", "--port", str(self.port), *FLAGS, *flags]

@@ -93,15 +93,25 @@ def quiet() -> dict[str, str]:
     return os.environ | {"OMP_WAIT_POLICY": "PASSIVE", "HF_HUB_OFFLINE": "1", "PYTHONUNBUFFERED": "1"}
 
 
-def printed_server(printed: str, log: Path, *flags: str, delay_s: float = WRITE_DELAY_S) -> VllmServer:
-    """The server that a stage's `--print-server-command` describes, its port and its connector replaced."""
+def printed_server(
+    printed: str,
+    log: Path,
+    *flags: str,
+    delay_s: float = WRITE_DELAY_S,
+    folder: Path = REPOSITORY,
+    port: int | None = None,
+) -> VllmServer:
+    """The server that a stage's `--print-server-command` describes, its port and its connector replaced.
+
+    `folder`: where the command would be typed, for a model given as a relative path; `port`: a free one if None.
+    """
     lines = "\n".join(line for line in printed.splitlines() if not line.startswith("#"))
     words = shlex.split(lines.replace("\\\n", " "))  # shlex knows no continued lines
     start = words.index("serve")
     env = dict(word.split("=", 1) for word in words[: start - 1])
     model, given = words[start + 1], words[start + 2 :]
-    port = given.index("--port")
-    del given[port : port + 2]
+    at = given.index("--port")
+    del given[at : at + 2]
     if "--kv-transfer-config" in given:
         at = given.index("--kv-transfer-config") + 1
         transfer = json.loads(given[at])
@@ -111,7 +121,7 @@ def printed_server(printed: str, log: Path, *flags: str, delay_s: float = WRITE_
         cores = range(int(given[given.index("--tensor-parallel-size") + 1]))
         env["VLLM_CPU_OMP_THREADS_BIND"] = "|".join(map(str, cores))
     env["OMP_WAIT_POLICY"] = "PASSIVE"
-    return VllmServer((REPOSITORY / model).resolve(), log.resolve(), *given, *flags, env=env)
+    return VllmServer((folder / model).resolve(), log.resolve(), *given, *flags, env=env, port=port)
 
 
 def token_distances(found: Tensor, wanted: Tensor) -> Tensor:
