@@ -4,6 +4,7 @@ DDP keeps everything on every rank. FSDP2 shares out the trained float32 weights
 state; the frozen embedding and the target's head are read by every step and stay whole.
 """
 
+import inspect
 import os
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -68,8 +69,10 @@ def in_parallel(module: nn.Module, kind: str, ranks: Ranks) -> nn.Module:
     if ranks.world == 1:
         return module
     if kind == "ddp":
-        # The buffers are the target's head and its like: large, constant, and equal on every rank already.
-        return nn.parallel.DistributedDataParallel(module, broadcast_buffers=False)
+        # The buffers are the target's head and its like: large and constant, not to be sent at every forward.
+        ddp = nn.parallel.DistributedDataParallel
+        renamed = "forward_sync_buffers" in inspect.signature(ddp).parameters  # since torch 2.13
+        return ddp(module, **{"forward_sync_buffers" if renamed else "broadcast_buffers": False})
     from torch.distributed.device_mesh import init_device_mesh
     from torch.distributed.fsdp import fully_shard
 
