@@ -16,7 +16,7 @@ from tests.rehearse import documents
 from tests.rehearse.documents import EXEMPT, PROGRAMS, PROMISES, README, RUNBOOK, TOGETHER
 
 DOCUMENTS = (README, RUNBOOK)
-PORTS = {"draft_port": 1, "rendezvous_port": 2}
+PORTS = {"draft_port": 1, "rendezvous_port": 2, "generation_port": 3}
 FOREIGN = {"--port", "--max-model-len", "--reasoning-parser"}  # vLLM's own flags
 RANKS = 2  # what the rehearsal's machine has room for
 

@@ -35,6 +35,8 @@ REWRITES = [  # (part of a command, what stands there when it is run, why)
     (r"(vllm serve .*)--tensor-parallel-size 8", r"\1", "two cores"),
     (r"(vllm serve .*--port) 8000", r"\1 {draft_port}", "8000 may be taken, and the other servers go on"),
     (r"(--serve-eval http://localhost:)8000", r"\g<1>{draft_port}", "where the server above listens"),
+    (r"(--without-draft http://localhost:)8001", r"\g<1>{generation_port}", "the target alone, which 01b asked"),
+    (r"(runs/\S+/checkpoints)/step-00000200", r"\1/$(ls \1 | head -1)", "few steps are taken here"),
 ]
 
 PROMISES = [  # (part of a command, what it must print, each a regular expression)
@@ -47,6 +49,8 @@ PROMISES = [  # (part of a command, what it must print, each a regular expressio
     (r"03\S+( --config \S+)?$", ["^03 done", r"packs .*\d% full", "coverage "]),
     (r"torchrun.*04", ["^04 done", r"acceptance length, k=3 +\d\.\d{3}", r"untrained draft +\d", r"bigram floor +\d"]),
     (r"--check-export", ["servable with .*vLLM"]),
+    (r"--export-only|--export-format", ["^04 done", r"export +\S+/export: "]),
+    (r"--without-draft", [r"^ *speed-up +\d"]),
     (r"--serve-eval", [r"acceptance length, k=3 +\d\.\d{3} over [\d,]+ drafts"]),
     (r"01b.*--n 10000 --dry-run", ["there already, \\d+ to generate"]),
     (r"--dry-run", ["^the whole run, .* samples", "^hours with "]),
