@@ -7,6 +7,11 @@ Reads RUN/01_synthetic; writes RUN/02_hidden/shard-*.safetensors of about 1 GiB:
 the input of the aux layers, and the last state before the final norm. Every shard is checked against the target's own
 choices as stored; a run whose states do not predict the target's own tokens stops. The same command resumes. Several
 nodes: `--part 1/2` on one, `--part 2/2` on the other; 03 reads both as one.
+
+    python 02_extract_hidden.py --window 500GB      beside 04_train.py --follow, where the disk cannot hold all states
+
+Plans all shards first (02_hidden/plan), then makes them in rounds, and waits while the window is full: 04 deletes what
+it has trained on (common/window.py).
 """
 
 import os
@@ -21,6 +26,7 @@ from common.protocol import load_protocol
 from common.storage import JsonlParts, Manifest, check_free_space, open_stage, stage_lock
 from common.streams import StreamReader
 from common.target import TargetSizes, planned_sizes, read_sizes, read_tensors, target_digest
+from common.window import parse_size, released_shards, tokens_folder
 
 STAGE, INPUT = "02_hidden", "01_synthetic"
 
@@ -35,6 +41,8 @@ def main() -> int:
     os.environ.setdefault("HF_HUB_DISABLE_PROGRESS_BARS", "1")
     part, source = parse_part(settings.flags.part), settings.run_dir / INPUT
     folder = stage_folder(settings.run_dir / STAGE, part)
+    if parse_size(settings.extract.window) and part.count > 1:
+        raise UserError("--window and --part exclude each other: a window belongs to one extraction and one training")
     if settings.dry_run:
         ask_nobody()
         if not is_there(source):
@@ -59,21 +67,25 @@ def main() -> int:
     from common.extract import Extraction, plan_shards
     from common.onpolicy import OnPolicyCheck
     from common.shards import Shard, ShardKind
+    from common.window_extract import open_window, planned_lines, rounds_to_come
 
     digest = target_digest(settings.target)
     kind = ShardKind(settings.target.model, digest, sizes.hidden_size, aux_layers, settings.extract.store_dtype)
+    window_rows = planned_lines(folder, places, kind, settings) if settings.extract.window else []
     if settings.dry_run:
-        show_plan(settings, sizes, kind, places, reader, there=known_ids(folder, Shard))
+        show_plan(settings, sizes, kind, places, reader, known_ids(folder, Shard), window_rows)
         return show_forecast(settings)
     with stage_lock(folder.parent / f".{folder.name}"):
         fingerprint = records.fingerprint | settings.fingerprint()
         fingerprint |= {"aux_layers": list(aux_layers), "target_digest": kind.target_digest}
         manifest = open_stage(folder, STAGE, fingerprint, settings.as_dict(), settings.fresh)
+        window = open_window(folder, reader, places, kind, settings, fingerprint) if settings.extract.window else None
         discard_damaged(manifest, folder, hashes=settings.flags.verify)
         there = known_ids(folder, Shard, manifest)
-        show_plan(settings, sizes, kind, places, reader, there)
+        show_plan(settings, sizes, kind, places, reader, there, window_rows)
         todo = [place for place in places if place.id not in there]
-        check_free_space(folder, sum(place.tokens for place in todo) * kind.bytes_per_token())
+        needed = sum(place.tokens for place in todo) * kind.bytes_per_token()
+        check_free_space(folder, window.still_needs(needed) if window else needed)
 
         tensors = read_tensors(settings.target, "norm", "lm_head")
         check = OnPolicyCheck(tensors["norm"], tensors["lm_head"], sizes.eps, settings.extract)
@@ -82,11 +94,14 @@ def main() -> int:
         for reject in reader.rejects:
             if reject["id"] not in noted:
                 failures.append(reject)
-        plans = plan_shards(todo, kind, settings.extract.shard_gib, next_index(manifest))
         run = Extraction(folder, reader, None, kind, settings.extract, check, manifest, failures)
-        if plans:
+        if window:
+            rounds = rounds_to_come(window, places, manifest)
+        else:
+            rounds = [plan_shards(todo, kind, settings.extract.shard_gib, next_index(manifest))] if todo else []
+        for plans in rounds:
             run.extractor = make_extractor(settings, aux_layers, sizes)
-            run.extractor.probe(next(reader.load(iter(todo))))
+            run.extractor.probe(next(reader.load(iter(plans[0].places))))
             say(f"  extractor: {run.extractor.description}")
             run.run(plans)
         return finish(settings, folder, manifest, run, reader, len(todo))
@@ -129,7 +144,8 @@ def check_input(records: Manifest, source: Path) -> None:
 
 def discard_damaged(manifest: Manifest, folder: Path, hashes: bool) -> None:
     """Forget shards that are missing or damaged, so that their samples are extracted again; bytes are kept aside."""
-    for name in manifest.verify(folder, hashes):
+    bad = manifest.verify(folder, hashes)
+    for name in sorted(set(bad) - released_shards(folder)):  # read last: 04 notes what it releases, then deletes
         say(f"  {name} is damaged or missing: its samples are extracted again")
         if (folder / name).exists():
             (folder / name).rename(folder / f"{name}.damaged")
@@ -138,18 +154,20 @@ def discard_damaged(manifest: Manifest, folder: Path, hashes: bool) -> None:
 
 
 def known_ids(folder: Path, shard_class, manifest: Manifest | None = None) -> set[str]:
-    """Ids of the samples in finished shards."""
+    """Ids of the samples in finished shards; by a window's plan where there is one, as the shards may be gone."""
     if manifest is None and not (folder / "manifest.json").exists():
         return set()
     manifest = manifest or Manifest.load(folder, STAGE)
-    return {fact["id"] for name in manifest.files for fact in shard_class(folder / name).facts}
+    return {fact["id"] for name in manifest.files for fact in shard_class(tokens_folder(folder) / name).facts}
 
 
 def next_index(manifest: Manifest) -> int:
     return 1 + max((int(name.split("-")[1].split(".")[0]) for name in manifest.files), default=-1)
 
 
-def show_plan(settings: Settings, sizes: TargetSizes, kind, places, reader: StreamReader, there: set[str]) -> int:
+def show_plan(
+    settings: Settings, sizes: TargetSizes, kind, places, reader: StreamReader, there: set[str], more: list
+) -> None:
     tokens = sum(place.tokens for place in places)
     todo = sum(place.tokens for place in places if place.id not in there)
     say(f"02 extract: {settings.target.model} -> {settings.run_dir / STAGE}" + " (dry run)" * settings.dry_run)
@@ -171,9 +189,9 @@ def show_plan(settings: Settings, sizes: TargetSizes, kind, places, reader: Stre
                 "disk",
                 f"{kind.bytes_per_token():,} bytes a token, {todo * kind.bytes_per_token() / 2**30:.2f} GiB to write",
             ),
+            *more,
         ]
     )
-    return 0
 
 
 def finish(settings: Settings, folder: Path, manifest: Manifest, run, reader: StreamReader, asked: int) -> int:
@@ -189,15 +207,14 @@ def finish(settings: Settings, folder: Path, manifest: Manifest, run, reader: St
     if on_policy.positions:
         manifest.counts["nll"] = on_policy.nll / on_policy.positions
         manifest.counts["top1"] = on_policy.top1 / on_policy.positions
-    manifest.complete = run.failed == 0
+    manifest.complete = run.failed == 0 or bool(settings.extract.window)  # a plan's shard is made once
     manifest.save(folder)
     size = sum(facts["bytes"] for facts in manifest.files.values())
     say(f"02 done: {sequences} sequences, {tokens:,} tokens, {len(manifest.files)} shards, {size / 2**30:.2f} GiB")
     table([("on policy", on_policy.line()), ("failed", str(run.failed))])
     if run.failed > settings.extract.max_failed_share * max(asked, 1):
-        raise TooManyFailures(
-            f"{run.failed} of {asked} sequences failed, see {folder}/failures-00000.jsonl; rerun to retry"
-        )
+        retry = "" if settings.extract.window else "; rerun to retry"
+        raise TooManyFailures(f"{run.failed} of {asked} sequences failed, see {folder}/failures-00000.jsonl{retry}")
     if asked and not manifest.files:
         raise UserError(f"no sequence of {settings.run_dir / INPUT} could be extracted")
     return 0

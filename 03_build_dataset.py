@@ -3,7 +3,8 @@
     python 03_build_dataset.py --config configs/kimi-k2.5.toml
     python 03_build_dataset.py --config configs/demo.toml --draft-vocab-size 4096
 
-Reads RUN/02_hidden; writes RUN/03_dataset. No state is copied: the index says where each sequence lies.
+Reads RUN/02_hidden; writes RUN/03_dataset. No state is copied: the index says where each sequence lies. Of a run with
+02 --window the plan is read, so that 03 can run as soon as 02 has begun.
 """
 
 import os
@@ -17,6 +18,7 @@ from common.progress import Progress, say, table
 from common.protocol import Protocol, load_protocol
 from common.storage import Manifest, atomic_path, check_fingerprint, digest, open_stage, stage_lock, write_json
 from common.target import read_sizes, read_tensors
+from common.window import check_split, tokens_folder
 
 STAGE, INPUT = "03_dataset", "02_hidden"
 
@@ -25,12 +27,13 @@ def main() -> int:
     switches = {"inspect=ID": "print a sample with its loss mask, and build nothing"}
     settings = load_settings(None, __doc__, ("target", "dataset", "plan"), switches)
     os.environ.setdefault("HF_HUB_DISABLE_PROGRESS_BARS", "1")
-    folder, source = settings.run_dir / STAGE, settings.run_dir / INPUT
+    folder, source = settings.run_dir / STAGE, tokens_folder(settings.run_dir / INPUT)
     if settings.dry_run:
         ask_nobody()
         if not is_there(source):
             return show_missing(settings, "03", source)
     shards = load_stage(source, INPUT)
+    check_split(shards, settings.dataset)
     bad = shards.verify(source, hashes=False)
     if bad or not shards.files:
         raise UserError(f"{source}: {f'{bad[0]} is damaged or missing' if bad else 'no shards'}; rerun 02")
@@ -143,7 +146,8 @@ def inspect(id: str, shards: Manifest, source: Path, protocol: Protocol) -> int:
         shard = Shard(source / name)
         for number, facts in enumerate(shard.facts):
             if facts["id"].startswith(id):
-                ids, mask, _ = shard.sequence(number)
+                span = shard.offsets[number], shard.offsets[number + 1]
+                ids, mask = shard.read("input_ids", *span), shard.read("loss_mask", *span)
                 show_sample(facts["id"], ids, mask, protocol)
                 return 0
     raise UserError(f"no sample {id!r} in {source}; ids stand in RUN/01_synthetic/part-*.jsonl")

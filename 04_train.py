@@ -4,6 +4,7 @@
     torchrun --nproc-per-node 8 04_train.py --config configs/kimi-k2.5.toml [--parallel fsdp]
     python 04_train.py --config configs/kimi-k2.5.toml --warm-start FOLDER-OF-A-PUBLISHED-DRAFT
     python 04_train.py --config configs/demo.toml --epochs 3
+    torchrun --nproc-per-node 8 04_train.py --follow      beside 02_extract_hidden.py --window 500GB
     python 04_train.py --export-only runs/kimi-k2.5/04_draft/checkpoints/step-00000200
     python 04_train.py --check-export runs/kimi-k2.5/04_draft/export
     python 04_train.py --serve-eval http://localhost:8000 --without-draft http://localhost:8001 --questions file.jsonl
@@ -27,6 +28,7 @@ from common.storage import MANIFEST, Manifest, open_stage, stage_lock, write_jso
 
 STAGE, INPUT, STATES = "04_draft", "03_dataset", "02_hidden"
 SWITCHES = {
+    "follow": "train beside 02 --window: wait for its shards, delete them once they are trained on",
     "export-only=CHECKPOINT": "export this checkpoint of the run instead of the best one; train nothing",
     "check-export=FOLDER": "say what vLLM and SGLang would do with an EAGLE-3 folder; needs no run",
 }
@@ -104,6 +106,8 @@ def train(run) -> None:
     if not run.baselines:
         run.measure_baselines()
     wanted = (step_packs(run.order, step, s, ranks) for step in range(run.step, run.total_steps))
+    if run.follower:
+        wanted = run.follower.ready(wanted, stop)
     with Progress("train", run.total_steps, "steps", done=run.step, shown=ranks.first) as progress:
         for batch in prefetched(run.packs, wanted, ranks.device):
             started = time.monotonic()
@@ -126,10 +130,12 @@ def train(run) -> None:
             run.log_step(batch, results, counts, norm, time.monotonic() - started, progress)
             last, stopping = run.step == run.total_steps, stop.asked()
             best = (last or run.step % run.eval_every == 0) and run.evaluate()
-            if best or last or stopping or run.step % run.checkpoint_every == 0:
+            if best or last or stopping or run.checkpoint_due():
                 run.checkpoint()
             if stopping and not last:
                 raise KeyboardInterrupt
+    if run.step < run.total_steps:  # asked to stop while the first shards of a window were not there
+        raise KeyboardInterrupt
 
 
 def finish(run, folder: Path, manifest: Manifest, settings: Settings, checkpoint: Path | None = None) -> None:

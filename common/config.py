@@ -94,6 +94,7 @@ class Extract:
     extract_retries: int = setting(3, "tries after the first, with growing pauses", "tries", content=False)
     extract_breaker: int = setting(32, "stop after so many failures in a row", "samples", content=False)
     shard_gib: float = setting(1.0, "size of a shard", "GiB", content=False)
+    window: str = setting("", "keep no more training shards than this, as 500GB; 04 --follow deletes; empty: keep all")
     batch_tokens: int = setting(
         4096, "local extractor: tokens of a batch, padding included", "tokens", content=False, least=1
     )

@@ -205,11 +205,11 @@ class Packs:
         parts = {"input_ids": [], "loss_mask": [], "aux_hidden": [], "last_hidden": []}
         ids = []
         for row in rows:
-            shard = self._shard(int(self.index.shard[row]))
-            start = int(self.index.start[row])
+            shard, number = self.find(row)
+            start = shard.offsets[number]
             for name, tensors in parts.items():
                 tensors.append(shard.read(name, start, start + self.lengths[row]))
-            ids.append(shard.facts[int(self.index.number[row])]["id"])
+            ids.append(shard.facts[number]["id"])
         tensors = {name: torch.cat(values) for name, values in parts.items()}
         return Pack(
             tensors["input_ids"].long(),
@@ -219,6 +219,10 @@ class Packs:
             torch.tensor([0] + [self.lengths[row] for row in rows]).cumsum(0),
             ids,
         )
+
+    def find(self, row: int) -> tuple[Shard, int]:
+        """The shard with a sequence's states, and its number there."""
+        return self._shard(int(self.index.shard[row])), int(self.index.number[row])
 
     def facts(self, row: int) -> dict:
         """What stage 02 noted of a sequence."""

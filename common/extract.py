@@ -101,7 +101,7 @@ class Extraction:
 
     def _finish(self, writer: ShardWriter) -> None:
         """Close a full shard, check it as stored, enter it in the manifest. A shard off policy is removed again."""
-        if not writer.finish():
+        if not writer.finish(keep_empty=bool(self.settings.window)):  # 04 waits for every shard of a window's plan
             return
         shard = Shard(writer.path)
         try:

@@ -39,6 +39,11 @@ class ShardKind:
         values = vars(self) | {"aux_layers": list(self.aux_layers), "format": FORMAT_VERSION}
         return {key: json.dumps(value) for key, value in values.items()}
 
+    def shard_metadata(self, streams: list[Stream]) -> dict[str, str]:
+        """The metadata of a shard of these streams, their facts among it."""
+        facts = [{"id": stream.id, **stream.facts} for stream in streams]
+        return self.metadata() | {"sequences": json.dumps(facts)}
+
     def bytes_per_token(self) -> int:
         """Bytes that one token takes in a shard."""
         aux = len(self.aux_layers)
@@ -91,23 +96,23 @@ class ShardWriter:
     def complete(self) -> bool:
         return not self.waiting
 
-    def finish(self) -> bool:
-        """Sync, rename; False when every sequence was dropped and there is no shard."""
+    def finish(self, keep_empty: bool = False) -> bool:
+        """Sync, rename; False when every sequence was dropped and there is no shard (`keep_empty`: one of none)."""
         if self.lost:
-            return self._compact()
+            return self._compact(keep_empty)
         os.fsync(self.file)
         os.close(self.file)
         os.rename(self.temporary, self.path)
         sync_folder(self.path.parent)
         return True
 
-    def _compact(self) -> bool:
+    def _compact(self, keep_empty: bool) -> bool:
         """Copy the sequences that came into a shard without the dropped ones."""
         os.close(self.file)
         kept = [stream for i, stream in enumerate(self.streams) if i not in self.lost]
         os.rename(self.temporary, whole := self.temporary.with_name(f"{self.temporary.name}.whole"))
         try:
-            if not kept:
+            if not kept and not keep_empty:
                 return False
             compact = ShardWriter(self.path, kept, self.kind)
             with open(whole, "rb") as source:
@@ -169,6 +174,11 @@ class Shard:
         return self.read("input_ids", *span), self.read("loss_mask", *span), states
 
 
+def shard_bytes(kind: ShardKind, streams: list[Stream]) -> int:
+    """The size of the file that holds these streams with their states."""
+    return _header(kind, streams, sum(map(len, streams)))[2]
+
+
 def to_fp8(aux: Tensor, layers: int) -> tuple[Tensor, Tensor]:
     """(float8_e4m3fn [T, A*H], float32 scale [T, A]) of bf16 [T, A*H]: each token and layer fills fp8's range."""
     blocks = aux.float().view(len(aux), layers, -1)
@@ -201,8 +211,7 @@ def _header(kind: ShardKind, streams: list[Stream], tokens: int) -> tuple[bytes,
         "loss_mask": ("U8", [tokens], 0),
     }
     widths = _widths(kind)
-    facts = [{"id": stream.id, **stream.facts} for stream in streams]
-    header: dict = {"__metadata__": kind.metadata() | {"sequences": json.dumps(facts)}}
+    header: dict = {"__metadata__": kind.shard_metadata(streams)}
     places, at = {}, 0
     for name, (dtype, shape, size) in layout.items():
         if name != "offsets" and name not in widths:

@@ -36,12 +36,13 @@ class Stream:
 
 @dataclass(frozen=True)
 class Place:
-    """Where a record's line lies, and the tokens of its stream after cutting."""
+    """Where a record's line lies, the tokens of its stream after cutting, and which question it answers."""
 
     id: str
     path: Path
     offset: int
     tokens: int
+    question: str = ""
 
 
 class StreamReader:
@@ -72,7 +73,8 @@ class StreamReader:
                     else:
                         tokens = len(record["prompt_ids"]) + len(record["output_ids"])
                         self.cut += bool(self.max_tokens) and tokens > self.max_tokens
-                        found.append(Place(record["id"], path, offset, min(tokens, self.max_tokens or tokens)))
+                        tokens = min(tokens, self.max_tokens or tokens)
+                        found.append(Place(record["id"], path, offset, tokens, _question(record)))
                     offset += len(line)
         return found
 
@@ -97,7 +99,7 @@ class StreamReader:
             if reply.closed and 0 < sampling.get("thinking_budget", 0) <= len(reply.reasoning_ids):
                 forced = len(record["prompt_ids"]) + record["output_ids"].index(self.protocol.think_close)
             facts = {
-                "question": record["source"].get("question", record["id"]),
+                "question": _question(record),
                 "source": record["source"].get("dataset", ""),
                 "finish": record["finish_reason"],
                 "ids_from": record.get("ids_from", "server"),
@@ -106,6 +108,10 @@ class StreamReader:
                 "forced": forced,
             }
             yield Stream(record["id"], array("i", ids), array("B", mask), facts)
+
+
+def _question(record: dict) -> str:
+    return record["source"].get("question", record["id"])
 
 
 def _parse(path: Path, number: int, line: bytes) -> dict:

@@ -29,6 +29,7 @@ from common.training import DTYPES, PackOrder, check_settings, draft_config, mak
 from common.ttt import StepResult, UnrolledStep
 from common.vocab import coverage, kept_tokens
 from common.warm_start import read_published
+from common.window_train import Follower, follow
 
 MAIN_K = 3  # draft tokens of the headline figure, by which the checkpoint to serve is chosen
 SHOWN_SAMPLES = 3  # held-out replies in the report
@@ -53,9 +54,11 @@ class TrainingRun:
         self.coverage = coverage(vocab["counts"], self.kept)
         self.others = other_runs(s.compare, "04_draft")
         index, pack_tokens = Index.load(source / "index.safetensors"), dataset.settings["dataset"]["pack_tokens"]
-        self.packs = Packs(states, index, pack_tokens)
+        window = follow(states, dataset, settings.flags.follow, settings.fresh)
+        self.follower = Follower(window, index, pack_tokens, s, ranks) if window else None
+        self.packs = self.follower.packs if window else Packs(states, index, pack_tokens)
+        self.order = self.follower.order if window else PackOrder(self.packs, s.seed)
         self.held_out = HeldOut.of(self.packs, protocol["think_open"], protocol["think_close"])
-        self.order = PackOrder(self.packs, s.seed)
 
         self._build()
         if self.published:
@@ -127,7 +130,11 @@ class TrainingRun:
             ("optimizer", f"{s.optimizer}, learning rate {s.learning_rate:g}"),
             ("ranks", f"{self.ranks.world} on {self.ranks.device}{kind}, {s.precision}"),
             ("held out", f"{self.dataset.counts['held_out']} samples"),
-        ]
+        ] + (self.follower.window.lines() if self.follower else [])
+
+    def checkpoint_due(self) -> bool:
+        """Each so many steps, and at the end of a window's round, whose shards can be deleted then."""
+        return self.step % self.checkpoint_every == 0 or bool(self.follower and self.step in self.follower.order.ends)
 
     def measure_baselines(self) -> None:
         """Held-out acceptance of the untrained draft and of a bigram table from the same training tokens."""
@@ -230,6 +237,8 @@ class TrainingRun:
             write_text(path, "".join(json.dumps(line) + "\n" for line in kept))
             s = self.settings.train
             self.loggers = Loggers(folder, s.tensorboard, s.wandb, self.step, self.settings.as_dict())
+        if self.follower:
+            self.follower.open(self.step, self.held_out)
 
     def metrics(self) -> list[dict]:
         """The lines of metrics.jsonl."""
@@ -248,6 +257,8 @@ class TrainingRun:
         save_checkpoint(folder, self.draft, self.optimizer, self._state(), self.ranks.first)
         if self.ranks.first:
             prune(folder, self.settings.train.keep_checkpoints, folder / f"step-{self.best_step:08d}")
+        if self.follower:
+            self.follower.release(self.step)
 
     def _state(self) -> dict:
         names = ("step", "tokens", "seconds", "best_step", "best_length", "baselines")

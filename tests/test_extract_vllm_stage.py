@@ -55,6 +55,17 @@ def flags(folder: Path, server: ExtractionServer, *more: object) -> list[object]
     return ["--config", DEMO, "--run-dir", folder, "--extractor", "vllm", *urls, "--extract-concurrency", 3, *more]
 
 
+def test_each_round_of_a_window_has_a_client_of_its_own(run_copy, wanted, smollm2_server):
+    folder = run_copy("01_synthetic")
+    window = sum(len(ids) for ids, _, _ in wanted.values()) * 4613 * 11 // 10 // 1000  # two rounds, both fit
+    code, out, stderr = run_here("02", *flags(folder, smollm2_server, "--window", f"{window}kB"))
+    assert code == 0, stderr
+    rounds = 1 + Manifest.load(folder / "02_hidden/plan", "02_hidden").counts["rounds"]  # held-out shards come first
+    assert out.count("extractor: vLLM") == rounds > 2
+    assert_stored(folder, wanted)
+    assert list(smollm2_server.spool.iterdir()) == []
+
+
 def assert_stored(folder: Path, wanted: dict[str, tuple]) -> None:
     manifest = Manifest.load(folder / "02_hidden", "02_hidden")
     assert manifest.verify(folder / "02_hidden") == []

@@ -9,14 +9,14 @@ from stages import ROOT, SCRIPTS, run_process
 
 # design.md's table with the files that came later, lowest first. A new file is put where it belongs, here and there.
 TABLE = """
-    errors config command_line progress storage parts plan
+    errors config command_line progress storage parts window plan
     chat kimi_tokenizer protocol schemas prompts
     engines.interface engines.reading engines.openai_server engines.local records planning generate probe
     streams preview shards target serving extractors.interface extractors.local extractors.spool
     extractors.vllm_server onpolicy extract
-    vocab dataset parallel
+    vocab dataset window_extract parallel
     kernels attention draft head_loss ttt acceptance evaluation
-    training forecast checkpoint export findings draft_check speculators_format model_card warm_start
+    training window_train forecast checkpoint export findings draft_check speculators_format model_card warm_start
     serve_metrics serve_eval
     charts page report_serving report flops live training_run
     demo_target demo

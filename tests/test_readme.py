@@ -16,8 +16,8 @@ from tests.rehearse import documents
 from tests.rehearse.documents import EXEMPT, PROGRAMS, PROMISES, README, RUNBOOK, TOGETHER
 
 DOCUMENTS = (README, RUNBOOK)
-PORTS = {"draft_port": 1, "rendezvous_port": 2, "generation_port": 3}
-FOREIGN = {"--port", "--max-model-len", "--reasoning-parser"}  # vLLM's own flags
+PORTS = {"draft_port": 1, "rendezvous_port": 2, "generation_port": 3, "extraction_port": 4}
+FOREIGN = {"--port", "--max-model-len", "--reasoning-parser", "--nproc-per-node"}  # vLLM's and torchrun's own
 RANKS = 2  # what the rehearsal's machine has room for
 
 ALL = [(document, command) for document in DOCUMENTS for block in documents.blocks(document)
@@ -57,7 +57,7 @@ def script_of(words: list[str]) -> int | None:
 @pytest.mark.parametrize(("document", "command"), ALL, ids=[command[:70] for _, command in ALL])
 def test_every_command_is_taken(document, command, root_folder):
     """By the script's own parser; `make` has the target; what nothing runs has its reason."""
-    words = shlex.split(command)
+    words = shlex.split(re.sub(r"^(\w+=\S+ )+", "", command))  # the environment stands before it
     at = script_of(words)
     if at is not None:
         assert words[0] in ("python", "torchrun") and (ROOT / words[at]) in SCRIPTS.values(), command

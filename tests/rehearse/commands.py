@@ -17,7 +17,19 @@ from pathlib import Path
 from typing import NamedTuple
 
 from tests.rehearse import kimi
-from tests.rehearse.documents import FRESH, QUESTIONS, README, RUNBOOK, Block, as_run, blocks, exempt, promised, smaller
+from tests.rehearse.documents import (
+    FRESH,
+    QUESTIONS,
+    README,
+    RUNBOOK,
+    WINDOW,
+    Block,
+    as_run,
+    blocks,
+    exempt,
+    promised,
+    smaller,
+)
 from tests.rehearse.server import REPOSITORY, ServerDied, free_port
 from tests.rehearse.stages import SCRIPTS, printed_server, quiet
 
@@ -53,13 +65,17 @@ class Clones:
         folder = (self.work / name).resolve()
         if not folder.exists():
             shutil.copytree(REPOSITORY / "configs", folder / "configs")
-            (folder / "configs/kimi-k2.5.toml").write_text(self.config)
+            config = "kimi-k2.5-nvfp4" if name == WINDOW else "kimi-k2.5"  # what the section's commands name
+            (folder / f"configs/{config}.toml").write_text(self.config)
             for own in (*SCRIPTS.values(), "common"):
                 (folder / own).symlink_to(REPOSITORY / own)
             (folder / "models").mkdir()
             (folder / "models/kimi-k2.5").symlink_to(self.target)
             questions = (REPOSITORY / kimi.QUESTIONS).read_text("utf-8").splitlines(keepends=True)
             (folder / "questions.jsonl").write_text("".join(questions[:QUESTIONS]), "utf-8")
+            if name == WINDOW:
+                records = self.folder("runbook") / "runs/kimi-k2.5/01_synthetic"
+                shutil.copytree(records, folder / f"runs/{config}/01_synthetic")
         return folder
 
     def place(self, block: Block, command: str) -> Path:

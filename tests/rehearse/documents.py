@@ -13,7 +13,9 @@ from typing import NamedTuple
 REPOSITORY = Path(__file__).resolve().parents[2]
 README, RUNBOOK = "README.md", "configs/README.md"
 TOGETHER = "# side by side"  # first line of a block: its commands run at the same time
-FRESH = {"Several nodes": "node0"}  # sections that start from an empty run folder, and the name of their clone
+# Sections that need another run folder than the day's own, and the name of their clone; WINDOW starts with its records.
+NODES, WINDOW = "node0", "window"
+FRESH = {"Several nodes": NODES, "A window over the states": WINDOW}
 PROGRAMS = {"python", "torchrun", "vllm", "hf", "cp", "df", "dd", "rm"}  # what a command may start with, as it is run
 
 EXEMPT = {  # a whole command: why no step runs it
@@ -26,7 +28,12 @@ EXEMPT = {  # a whole command: why no step runs it
 
 REWRITES = [  # (part of a command, what stands there when it is run, why)
     (r"(--nnodes 2 --nproc-per-node) 8", r"\1 1", "two nodes of one CPU rank each"),
-    (r"torchrun --nproc-per-node 8", "torchrun --nproc-per-node 2", "two cores, no GPUs"),
+    (
+        r"(CUDA_VISIBLE_DEVICES=\S+ )?torchrun --nproc-per-node [48]",
+        "torchrun --nproc-per-node 2",
+        "two cores, no GPUs",
+    ),
+    (r"(--extract-urls http://localhost:)8001", r"\g<1>{extraction_port}", "where the extraction server listens"),
     (r"node0:29500", "localhost:{rendezvous_port}", "both nodes are this machine"),
     (r"rsync -a othernode:kimi-eagle3/(\S+) ", r"cp -a ../othernode/\1. ", "the other node is the folder beside it"),
     (r"(hf download) .*", r"\1 --help", "595 GB; that the command and its flag exist can be seen without"),
@@ -45,7 +52,8 @@ PROMISES = [  # (part of a command, what it must print, each a regular expressio
     (r"02.*--print-server-command", [r"vllm serve models/kimi-k2\.5 --port \d+", "extract_hidden_states"]),
     (r"--probe", ["^verdict: ready$", "rebuilt ids +equal to the server's"]),
     (r"01b.*--n \d+( --part \d/\d)?$", [r"^01b: \d+ new samples", r"failed +0$", "field: reasoning"]),
-    (r"02\S+( --config \S+| --n \d+| --part \d/\d)*$", ["on policy .*first choice", r"failed +0$"]),
+    (r"02.*--window", [r"^ +window +\d+ rounds"]),
+    (r"02\S+( --(config|n|part|extract-urls|window) \S+)*$", ["on policy .*first choice", r"failed +0$"]),
     (r"03\S+( --config \S+)?$", ["^03 done", r"packs .*\d% full", "coverage "]),
     (r"torchrun.*04", ["^04 done", r"acceptance length, k=3 +\d\.\d{3}", r"untrained draft +\d", r"bigram floor +\d"]),
     (r"--check-export", ["servable with .*vLLM"]),
