@@ -192,7 +192,7 @@ def measure_peak(work: Path, gib: float) -> None:
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--tokens", type=int, default=65536, help="tokens of a turn (default %(default)s)")
+    parser.add_argument("--tokens", type=int, default=32768, help="tokens of a turn (default %(default)s)")
     parser.add_argument("--repeats", type=int, default=3, help="turns of each (default %(default)s)")
     parser.add_argument("--vllm", action="store_true", help="also against a real vLLM server")
     parser.add_argument("--peak", type=float, help=argparse.SUPPRESS)
