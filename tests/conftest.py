@@ -11,13 +11,13 @@ from pathlib import Path
 
 os.environ["OMP_WAIT_POLICY"] = "PASSIVE"  # before torch: two workers share two cores, waiting threads must not spin
 os.environ["HF_HUB_OFFLINE"] = "1"  # before any hub library: a dry run in this process would wait for retries
-# A shell gives what it starts in the background SIGINT to ignore, and the scripts that tests interrupt would inherit it.
-signal.signal(signal.SIGINT, signal.default_int_handler)
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
 import pytest
 from stages import DEMO, ROOT, run_process
 
+# What a shell starts in the background ignores SIGINT, and the scripts that tests interrupt would inherit that.
+signal.signal(signal.SIGINT, signal.default_int_handler)
 TINY_DATASET = ("--draft-vocab-size", 2048, "--holdout-share", 0.3, "--pack-tokens", 256)
 
 
