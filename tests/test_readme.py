@@ -62,7 +62,9 @@ def test_every_command_is_taken(document, command, root_folder):
     if at is not None:
         assert words[0] in ("python", "torchrun") and (ROOT / words[at]) in SCRIPTS.values(), command
         assert parse(words[at][:2], words[at + 1 :]).target.model
-        assert documents.exempt(command) or documents.promised(command), f"{command}: say in PROMISES what it must print"
+        assert documents.exempt(command) or documents.promised(command), (
+            f"{command}: say in PROMISES what it must print"
+        )
     elif words[0] == "make":
         assert set(words[1:]) <= make_targets()
     as_run = shlex.split(documents.as_run(command, **PORTS))
