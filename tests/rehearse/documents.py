@@ -19,6 +19,7 @@ FRESH = {"Several nodes": NODES, "A window over the states": WINDOW}
 PROGRAMS = {"python", "torchrun", "vllm", "hf", "cp", "df", "dd", "rm"}  # what a command may start with, as it is run
 
 EXEMPT = {  # a whole command: why no step runs it
+    r"python tests/bench/\S+\.py( --\S+( [\d.]+)?)*": "measures for minutes, best on a machine that does nothing else",
     r"make demo": "ten minutes; the tests run its config's four stages in small",
     r"make test": "runs the tests, this one among them",
     r"make rehearse": "is what runs this",
