@@ -1,9 +1,9 @@
 """What each training default is worth: one setting changed at a time, by the held-out walk at equal tokens.
 
-    python tests/bench/ablation.py                     on the demo's data (`make demo` first); 3 minutes a row
-    python tests/bench/ablation.py --epochs 6 --only base adamw
+    python tests/bench/ablation.py                     on the demo's data (`make demo` first); minutes a row
+    python tests/bench/ablation.py --epochs 2 --only base AdamW
 
-Stage 04 runs on the data set of runs/demo with the demo's settings, each row in runs/demo-ablation/ROW. Two seeds of
+Stage 04 runs on the data set of runs/demo with the demo's settings, each row in runs/demo-ablation/EPOCHS-ROW. Two seeds of
 the base say how much of a difference is chance. Rows that are there already are only read.
 The last line is for scripts: base= best= best_row= spread=
 """
@@ -39,7 +39,7 @@ ROWS: dict[str, tuple[object, ...]] = {
 
 def train(name: str, flags: tuple[object, ...], epochs: float) -> dict:
     """Counts of the row's manifest; stage 04 runs where they are not there yet."""
-    folder = FOLDER / name.replace(", ", "-").replace(" ", "-")
+    folder = FOLDER / f"{epochs:g}-{name.replace(', ', '-').replace(' ', '-')}"  # other epochs are other rows
     folder.mkdir(parents=True, exist_ok=True)
     for stage in ("02_hidden", "03_dataset"):
         if not (folder / stage).exists():

@@ -13,7 +13,7 @@ from tests.rehearse.stages import Run, quiet
 
 TIMEOUT_S = 1200
 LENGTH_OFF, SHARE_OFF = 0.02, 0.03  # what engine and walk may differ by: in length; in drafts and accepted tokens
-COUNT_OFF = 5  # of a sparse position 3 % would be a token or two, which the rounding of a draft decides
+COUNT_OFF = 3  # of a sparse position 3 % would be less than one token
 TIE_LOGITS = 0.5  # bf16 logits near 20 have steps of 0.125, and 30 layers of bf16 move them by a few
 
 

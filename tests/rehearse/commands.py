@@ -139,10 +139,8 @@ class Clones:
         if port in self.served:
             return
         self.served.add(port)
-        server, started = (
-            printed_server(printed, folder / f"vllm-{port}.log", folder=folder, port=port),
-            time.monotonic(),
-        )
+        server = printed_server(printed, folder / f"vllm-{port}.log", folder=folder, port=port)
+        started = time.monotonic()
         try:
             self.stack.enter_context(server)
             seen = f"{time.monotonic() - started:.0f} s"
