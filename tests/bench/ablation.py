@@ -3,8 +3,8 @@
     python tests/bench/ablation.py                     on the demo's data (`make demo` first); minutes a row
     python tests/bench/ablation.py --epochs 2 --only base AdamW
 
-Stage 04 runs on the data set of runs/demo with the demo's settings, each row in runs/demo-ablation/EPOCHS-ROW. Two seeds of
-the base say how much of a difference is chance. Rows that are there already are only read.
+Stage 04 runs on the data set of runs/demo with the demo's settings, each row in runs/demo-ablation/EPOCHS-ROW. Two
+seeds of the base say how much of a difference is chance. Rows that are there already are only read.
 The last line is for scripts: base= best= best_row= spread=
 """
 
