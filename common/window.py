@@ -12,8 +12,10 @@ beside those not yet deleted. 04 passes over a round as often as `train.epochs` 
 trained.json, and only then deletes its shards; what a kill leaves between note and deletion, the next start deletes.
 """
 
+import math
 import re
 import time
+from fractions import Fraction
 from pathlib import Path
 
 from common.config import Dataset
@@ -47,7 +49,7 @@ def plan_rounds(sizes: list[int], window: int) -> list[int]:
     if largest > window // 2:
         raise UserError(
             f"half a window must hold a shard, and the largest has {gb(largest)}: a --window of at least "
-            f"{gb(2 * largest)}, or a smaller --shard-gib"
+            f"{gb(2 * largest, up=True)}, or a smaller --shard-gib"
         )
     rounds, room = [], window // 2
     number = 0
@@ -167,6 +169,8 @@ def window_lines(limit: int, rounds: list[int], held_out: int) -> list[tuple[str
     return [("window", f"{len(rounds)} rounds, {largest}; and {gb(held_out)} held out, which stay")]
 
 
-def gb(size: int) -> str:
-    """Bytes as people write them in `--window`."""
-    return f"{size / 1e9:,.1f} GB" if size >= 1e8 else f"{size / 1e6:,.2f} MB"
+def gb(size: int, up: bool = False) -> str:
+    """Bytes as people write them in `--window`; `up`: rounded up, so that a size that is advised is enough."""
+    unit, digits, name = (10**9, 1, "GB") if size >= 1e8 else (10**6, 2, "MB")
+    steps = Fraction(size * 10**digits, unit)
+    return f"{(math.ceil(steps) if up else round(steps)) / 10**digits:.{digits}f} {name}"

@@ -1,6 +1,7 @@
 """The arithmetic of a window: sizes, rounds, and the order of packs that is known before any state is there."""
 
 import math
+import re
 from collections import Counter
 
 import pytest
@@ -21,11 +22,13 @@ def test_sizes():
             parse_size(text)
 
 
-@given(st.lists(st.integers(1, 40)), st.integers(2, 200))
+@given(st.lists(st.integers(1, 40) | st.integers(10**7, 10**10)), st.integers(2, 200))
 def test_rounds_fill_half_a_window_in_order(sizes, window):
     if max(sizes, default=0) > window // 2:
-        with pytest.raises(UserError, match=r"half a window must hold a shard"):
+        with pytest.raises(UserError, match=r"half a window must hold a shard") as refused:
             plan_rounds(sizes, window)
+        advised = re.search(r"at least ([\d.]+ .B)", str(refused.value))[1]
+        assert len(plan_rounds(sizes, parse_size(advised))) == len(sizes)  # what is advised is enough
         return
     rounds = plan_rounds(sizes, window)
     filled = [sum(s for s, r in zip(sizes, rounds, strict=True) if r == number) for number in range(len(set(rounds)))]
