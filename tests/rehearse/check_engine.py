@@ -34,15 +34,22 @@ QUESTION_IDS_END = [163_588, 69_702, 163_601, THINK]  # <|im_assistant|>assistan
 
 
 class Checks:
-    """Counts what holds and what failed; a failed check says what it saw and the rest goes on."""
+    """Counts what holds and what failed; a failed check says what it saw and the rest goes on.
 
-    def __init__(self):
+    `step`: whose checks these are, in front of each line, since steps print at the same time.
+    """
+
+    def __init__(self, step: str = ""):
+        self.step = step
         self.passed = self.failed = 0
 
     def __call__(self, fact: str, holds: bool, seen: object = "") -> None:
         self.passed += bool(holds)
         self.failed += not holds
-        print(f"{'ok    ' if holds else 'FAILED'} {fact}{'' if seen == '' else f'  [{seen}]'}", flush=True)
+        self.say(f"{'ok    ' if holds else 'FAILED'} {fact}{'' if seen == '' else f'  [{seen}]'}")
+
+    def say(self, line: str) -> None:
+        print(f"{self.step:<17}{line}" if self.step else line, flush=True)
 
 
 def post(server: VllmServer, path: str, body: dict) -> dict:

@@ -44,7 +44,9 @@ def folder(rehearsal):
 def config(rehearsal):
     """configs/kimi-k2.5.toml without the table of Kimi's sizes, which is asserted against the checkpoint."""
     path = rehearsal.work / "kimi-k2.5.toml"
-    path.write_text(re.sub(r"^\[sizes\].*?(?=^\[)", "", CONFIG.read_text(), flags=re.DOTALL | re.MULTILINE))
+    text = re.sub(r"^\[sizes\].*?(?=^\[)", "", CONFIG.read_text(), flags=re.DOTALL | re.MULTILINE)
+    if not path.exists() or path.read_text() != text:  # another step may be reading it
+        path.write_text(text)
     return path
 
 
@@ -53,6 +55,7 @@ def the_run(rehearsal, name: str = "kimi") -> Run:
 
 
 def build(rehearsal) -> None:
+    config(rehearsal)
     build_checkpoint(folder(rehearsal), train_steps=TEACH_STEPS)
 
 

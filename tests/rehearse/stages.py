@@ -117,9 +117,9 @@ def printed_server(
         transfer = json.loads(given[at])
         transfer["kv_connector_extra_config"]["write_delay_s"] = delay_s
         given[at] = json.dumps(transfer | CONNECTOR)
-    if "--tensor-parallel-size" in given:
-        cores = range(int(given[given.index("--tensor-parallel-size") + 1]))
-        env["VLLM_CPU_OMP_THREADS_BIND"] = "|".join(map(str, cores))
+    ranks = int(given[given.index("--tensor-parallel-size") + 1]) if "--tensor-parallel-size" in given else 1
+    if ranks > 1:  # a core each, in place of the step's own
+        env["VLLM_CPU_OMP_THREADS_BIND"] = "|".join(map(str, range(ranks)))
     env["OMP_WAIT_POLICY"] = "PASSIVE"
     return VllmServer((folder / model).resolve(), log.resolve(), *given, *flags, env=env, port=port)
 
