@@ -129,10 +129,10 @@ class DraftModel:
     attention_heads: int = setting(0, "query heads")
     key_value_heads: int = setting(0, "key and value heads")
     head_dim: int = setting(0, "width of a head")
-    norm_before_residual: bool = setting(True, "the residual is the normed state")
-    norm_before_fc: bool = setting(False, "one RMSNorm over all aux states before fc")
-    fc_norm: bool = setting(False, "one RMSNorm per aux state before fc (EAGLE-3.1)")
-    norm_output: bool = setting(False, "feed back the state after the final norm (EAGLE-3.1)")
+    norm_before_residual: bool = setting(False, "the residual is the normed state (vLLM only)")
+    norm_before_fc: bool = setting(False, "one RMSNorm over all aux states before fc (vLLM only)")
+    fc_norm: bool = setting(True, "one RMSNorm per aux state before fc (EAGLE-3.1)")
+    norm_output: bool = setting(True, "feed back the state after the final norm (EAGLE-3.1)")
 
 
 @dataclass(frozen=True)
