@@ -3,8 +3,6 @@
 import json
 from collections.abc import Callable, Iterator
 
-NAMES = ("role", "type")  # values that are words of the format, not text
-
 
 def clean_text(text: str) -> str:
     """Text that UTF-8 can hold: a lone surrogate, which JSON can carry and no tokenizer takes, becomes U+FFFD."""
@@ -13,12 +11,10 @@ def clean_text(text: str) -> str:
 
 def canonical(message: dict) -> dict:
     """The message as templates expect it: "" for null, which they would print as None; tool arguments as objects."""
+    if message.get("tool_calls"):  # parsed first: an escape inside a JSON string is a lone surrogate only then
+        message = message | {"tool_calls": [_call(call, parse_arguments) for call in message["tool_calls"]]}
     message = map_text(message, clean_text)
-    if message.get("content") is None:
-        message["content"] = ""
-    if message.get("tool_calls"):
-        message["tool_calls"] = [_call(call, parse_arguments) for call in message["tool_calls"]]
-    return message
+    return message if message.get("content") is not None else message | {"content": ""}
 
 
 def on_the_wire(message: dict) -> dict:
@@ -38,8 +34,7 @@ def texts(value) -> Iterator[str]:
     elif isinstance(value, dict):
         for key, item in value.items():
             yield key
-            if key not in NAMES:
-                yield from texts(item)
+            yield from texts(item)
 
 
 def map_text(value, change: Callable[[str], str]):
@@ -49,7 +44,7 @@ def map_text(value, change: Callable[[str], str]):
     if isinstance(value, list):
         return [map_text(item, change) for item in value]
     if isinstance(value, dict):
-        return {change(key): item if key in NAMES else map_text(item, change) for key, item in value.items()}
+        return {change(key): map_text(item, change) for key, item in value.items()}
     return value
 
 
@@ -74,7 +69,7 @@ def parse_arguments(arguments):
         return {} if arguments is None else arguments
     try:
         value = json.loads(arguments)
-    except ValueError:
+    except (ValueError, RecursionError):
         return arguments
     return value if isinstance(value, dict) else arguments
 

@@ -37,7 +37,10 @@ class Target:
 class Questions:
     """Where questions come from (stage 01b)."""
 
-    dataset: str = setting("mlabonne/open-perfectblend", "hub data set, or a local JSONL, JSON or Parquet file")
+    dataset: str = setting(
+        "mlabonne/open-perfectblend",
+        "hub data set, NAME or NAME:CONFIGURATION; or a folder; or a file: JSONL, JSON, Parquet, CSV, text",
+    )
     split: str = setting("train", "split of a hub data set")
     shuffle_seed: int = setting(0, "seed of the order of questions; -1: the file's own order", least=-1)
     streaming: bool = setting(False, "read a hub data set as it arrives, shuffled within 10,000 rows at a time")

@@ -11,7 +11,7 @@ from pathlib import Path
 from common.config import Generate, Questions
 from common.engines.interface import Sampling
 from common.parts import WHOLE, Part
-from common.prompts import DUPLICATE, LOCAL_FILES, Question, Skipped
+from common.prompts import DUPLICATE, Question, Skipped
 from common.protocol import Protocol, Unrenderable
 from common.records import Counts, FailureList
 from common.schemas import Unusable
@@ -131,7 +131,7 @@ def input_fingerprint(questions: Questions, protocol: Protocol) -> dict:
     The tokenizer is known by what it does, not by its file: library versions write the same one differently.
     """
     path = Path(questions.dataset)
-    local = {"questions.sha256": sha256(path)} if path.suffix in LOCAL_FILES and path.is_file() else {}
+    local = {"questions.sha256": sha256(path)} if path.is_file() else {}
     tokens = sorted(protocol.added.items())
     spoken = [protocol.prompt_ids([{"role": "user", "content": SPOKEN}], thinking) for thinking in (True, False)]
     return local | {"protocol.sha256": digest([protocol.tokenizer.chat_template, tokens, spoken])}

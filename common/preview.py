@@ -12,13 +12,13 @@ RESET = "\x1b[0m"
 
 
 def parts(ids: list[int], mask: list[int], protocol: Protocol) -> list[str]:
-    """The part of each token: prompt, reasoning, content, or control (any added token)."""
+    """The part of each token: prompt, reasoning, content, or control."""
     opener = protocol.think_open
     found, part = [], "prompt"
     for at, (id, written) in enumerate(zip(ids, mask, strict=True)):
         if written and part == "prompt":
             part = "reasoning" if opener is not None and opener in ids[max(at - 1, 0) : at + 1] else "content"
-        found.append("control" if id in protocol.added.values() else part)
+        found.append("control" if id in protocol.control.values() else part)
         if written and id == protocol.think_close:
             part = "content"
     return found

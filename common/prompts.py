@@ -1,25 +1,19 @@
-"""Questions out of Hugging Face data sets or local files, cleaned and numbered.
+"""Questions out of the rows of data sets and files, cleaned and numbered.
 
 A row becomes a `Question`: the messages of its first generation prompt and, for `turns = "all"`, the messages before
 each later reply. Rows that cannot be asked come out as `Skipped` with the reason: none vanishes.
 """
 
-import json
-import random
-from array import array
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterator
 from dataclasses import dataclass, field
-from pathlib import Path
 
 from common.chat import canonical
 from common.config import Questions
-from common.errors import UserError
+from common.rows import open_rows
 from common.schemas import Unusable, chat_messages
 from common.storage import digest
 
-SHUFFLE_BUFFER_ROWS = 10_000
 DUPLICATE = "duplicate"
-LOCAL_FILES = (".jsonl", ".json", ".parquet")
 
 
 @dataclass(frozen=True)
@@ -49,7 +43,7 @@ class QuestionStream:
 
     def __init__(self, settings: Questions):
         self.settings = settings
-        self.rows, self._iterator = _open_rows(settings)
+        self.rows, self._iterator = open_rows(settings)
 
     def __iter__(self) -> Iterator[Question | Skipped]:
         seen: set[int] = set()  # 64 bits of hash as a number: a third of the memory of the hex text
@@ -109,89 +103,3 @@ def _essence(message: dict) -> list:
     """What makes two messages the same question."""
     calls = canonical(message).get("tool_calls")
     return [message["role"], message["content"], *([calls] if calls else [])]
-
-
-# ---- rows ----
-
-
-def _open_rows(settings: Questions) -> tuple[int | None, Iterator[tuple[int, object]]]:
-    """(how many rows, the rows with their numbers in the order of the seed); raises UserError where there are none."""
-    path = Path(settings.dataset)
-    if path.suffix in LOCAL_FILES and not path.is_file():
-        raise UserError(f"questions.dataset: no such file: {path}")
-    if path.suffix == ".jsonl":
-        return _jsonl_rows(path, settings.shuffle_seed)
-    if path.suffix == ".json":
-        return _json_rows(path, settings.shuffle_seed)
-    return _hub_rows(settings)
-
-
-def _order(count: int, seed: int) -> Iterable[int]:
-    if count == 0:
-        raise UserError("questions.dataset is empty: no rows to ask")
-    if seed < 0:
-        return range(count)
-    order = array("q", range(count))
-    random.Random(seed).shuffle(order)
-    return order
-
-
-def _jsonl_rows(path: Path, seed: int) -> tuple[int, Iterator[tuple[int, object]]]:
-    """Rows by their line offsets: a shuffled file of any size costs eight bytes a line. Row 0 is line 1."""
-    offsets = array("q")
-    with open(path, "rb") as file:
-        at = 0
-        for line in file:
-            offsets.append(at)
-            at += len(line)
-
-    def rows():
-        with open(path, "rb") as file:
-            for row in _order(len(offsets), seed):
-                file.seek(offsets[row])
-                line = file.readline()
-                if line.strip():
-                    yield row, _parsed(line)
-
-    return len(offsets), rows()
-
-
-def _parsed(line: bytes):
-    try:
-        return json.loads(line)
-    except (json.JSONDecodeError, UnicodeDecodeError, RecursionError):
-        return None
-
-
-def _json_rows(path: Path, seed: int) -> tuple[int, Iterator[tuple[int, object]]]:
-    try:
-        rows = json.loads(path.read_text("utf-8"))
-    except json.JSONDecodeError as error:
-        if error.msg == "Extra data":  # one object a line under the name .json, as ShareGPT's copies have it
-            return _jsonl_rows(path, seed)
-        raise UserError(f"{path}: not JSON ({error})") from None
-    except UnicodeDecodeError as error:
-        raise UserError(f"{path}: not JSON ({error})") from None
-    if isinstance(rows, dict):
-        rows = next((value for value in rows.values() if isinstance(value, list)), None)
-    if not isinstance(rows, list):
-        raise UserError(f"{path}: must be a list of conversations")
-    return len(rows), ((row, rows[row]) for row in _order(len(rows), seed))
-
-
-def _hub_rows(settings: Questions) -> tuple[int | None, Iterator[tuple[int, object]]]:
-    import datasets
-
-    name, split = settings.dataset, settings.split
-    files = {"data_files": name} if name.endswith(".parquet") else {}
-    try:
-        rows = datasets.load_dataset("parquet" if files else name, split="train" if files else split,
-                                     streaming=settings.streaming, **files)  # fmt: skip
-        if settings.streaming and settings.shuffle_seed >= 0:
-            rows = rows.shuffle(seed=settings.shuffle_seed, buffer_size=SHUFFLE_BUFFER_ROWS)
-    except Exception as error:  # the hub client raises a dozen kinds; each means that there are no questions
-        reason = (str(error).strip() or type(error).__name__).splitlines()[0]
-        raise UserError(f"questions.dataset {name!r} (split {split!r}): {reason}") from None
-    if settings.streaming:
-        return None, enumerate(rows)
-    return len(rows), ((row, rows[row]) for row in _order(len(rows), settings.shuffle_seed))

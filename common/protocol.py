@@ -13,14 +13,14 @@ from functools import cached_property
 from itertools import pairwise, takewhile
 from pathlib import Path
 
-from common.chat import canonical, clean_text, map_text, texts
+from common.chat import canonical, map_text, texts
 from common.config import Target
+from common.control_tokens import TOOL_NAME, TextEncoder, control_tokens
 from common.errors import UserError
 from common.kimi_tokenizer import FAST, build_tokenizer, find_file, find_vendor_files
 
 GENERATION_TAIL = 8  # tokens at a prompt's end that can hold the opener and what a template prints after it
 PROBES = ([{"role": "user", "content": "One, two?"}], [{"role": "user", "content": "Say yes!"}])
-TOOL_NAME = "tool_call"  # is part of the name of every tool-call token of Kimi and of Qwen
 
 
 class Unrenderable(Exception):
@@ -49,12 +49,14 @@ class Protocol:
         self.think_close = self._control("think_close", close, target.think_close_id)
         self.end = self._control("end_token", target.end_token or tokenizer.eos_token, target.end_token_id)
         self.opener, self.closer = target.think_open, target.think_close
-        self.tool_ids = frozenset(id for name, id in self.added.items() if TOOL_NAME in name)
-        names = "|".join(map(re.escape, sorted(self.added, key=len, reverse=True)))
+        markers = (target.think_open, target.think_close, target.end_token or tokenizer.eos_token)
+        self.control = control_tokens(tokenizer, markers)
+        self.tool_ids = frozenset(id for name, id in self.control.items() if TOOL_NAME in name)
+        names = "|".join(map(re.escape, sorted(self.control, key=len, reverse=True)))
         self._markers = re.compile(names)
         self._marker_starts = re.compile(f"(?s)(?=(?:{names}))(.)")
         self._blank = re.compile(rf"{names}|\s|\ufffd")
-        self._plain = _plain_encoder(self.backend)
+        self._text = TextEncoder(tokenizer, self.control)
         self._tails = {thinking: self._check_prompt(thinking) for thinking in (True, False)}
 
     def _control(self, key: str, token: str | None, wanted: int) -> int | None:
@@ -122,7 +124,7 @@ class Protocol:
         ids, at = [], 0
         for marker in self._markers.finditer(rendered):
             ids += self.text_ids(rendered[at : marker.start()].replace(wedge, ""))
-            ids.append(self.added[marker.group()])
+            ids.append(self.control[marker.group()])
             at = marker.end()
         return ids + self.text_ids(rendered[at:].replace(wedge, ""))
 
@@ -154,7 +156,7 @@ class Protocol:
 
     def text_ids(self, text: str) -> list[int]:
         """Ids of pure text: no BOS, no control token, whatever the text quotes."""
-        return self._plain.encode(clean_text(text), add_special_tokens=False).ids
+        return self._text.ids(text)
 
     def decode(self, ids: list[int]) -> str:
         """Text of ids, control tokens as their names."""
@@ -278,14 +280,3 @@ def require_model(name: str) -> None:
     if not Path(name).is_dir() and (name.startswith(("/", ".", "~")) or Path(Path(name).parts[0]).is_dir()):
         hint = "make demo-target builds it" if Path(name).name == "smollm2-thinking" else "check target.model"
         raise UserError(f"no such folder: {name}; {hint}")
-
-
-def _plain_encoder(backend):
-    """The tokenizer's text model without its added tokens, so that no text can turn into one; the model is shared."""
-    from tokenizers import Tokenizer
-
-    plain = Tokenizer(backend.model)
-    if backend.normalizer is not None:
-        plain.normalizer = backend.normalizer
-    plain.pre_tokenizer = backend.pre_tokenizer
-    return plain

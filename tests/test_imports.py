@@ -10,7 +10,7 @@ from stages import ROOT, SCRIPTS, run_process
 # design.md's table with the files that came later, lowest first. A new file is put where it belongs, here and there.
 TABLE = """
     errors config command_line progress storage parts window plan
-    chat kimi_tokenizer protocol schemas prompts
+    chat kimi_tokenizer control_tokens protocol schemas rows prompts
     engines.interface engines.reading engines.openai_server engines.local records planning generate probe
     streams preview shards target serving extractors.interface extractors.local extractors.spool
     extractors.vllm_server onpolicy extract

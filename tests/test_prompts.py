@@ -4,10 +4,11 @@ import json
 
 import pytest
 
+from common.chat import canonical, on_the_wire
 from common.config import Questions
-from common.errors import UserError
 from common.prompts import Question, QuestionStream, Skipped
 from common.schemas import Unusable, chat_messages
+from common.storage import json_line
 
 ASK = {"role": "user", "content": "q"}
 CALL = {"name": "f", "arguments": {"a": 1}}
@@ -46,6 +47,14 @@ def one(tmp_path, row, **settings) -> Question | Skipped:
             ]
         },
         {"messages": [ASK, {"role": "assistant", "content": None, "tool_calls": [CALL]}]},
+        [ASK, {"role": "assistant", "content": "a"}],
+        {"text": "q", "role": "prompter", "parent_id": None},
+        {"question": "q", "role": "Sherlock Holmes"},
+        {"instruction": "q", "context": "", "input": "", "history": []},
+        {"system_prompt": "", "question": "q"},
+        {"system": " ", "system_prompt": None, "question": "q"},
+        {"conversations": [{"from": "system", "value": ""}, {"from": "human", "value": "q"}]},
+        *({"prompt": "q", "tools": empty, "functions": empty} for empty in (None, [], "", "[]", "null", {})),
     ],
 )
 def test_every_schema_asks_the_same(tmp_path, row):
@@ -56,7 +65,8 @@ def test_every_schema_asks_the_same(tmp_path, row):
 @pytest.mark.parametrize(
     ("row", "reason"),
     [
-        ([], "not an object"),
+        (5, "not an object"),
+        ([], "no user turn"),
         ({"messages": []}, "no user turn"),
         ({"messages": [{"role": "system", "content": "s"}]}, "no user turn"),
         ({"messages": [{"role": "assistant", "content": "a"}]}, "no user turn"),
@@ -68,6 +78,16 @@ def test_every_schema_asks_the_same(tmp_path, row):
         ({"prompt": "q", "images": ["x.png"]}, "images"),
         ({"messages": [5]}, "a turn is not an object"),
         ({"other": "q"}, "no known chat column"),
+        ({"text": "a", "role": "assistant", "parent_id": "p"}, "a message that is not a user's"),
+        ({"text": "q", "role": "prompter", "parent_id": "p"}, "a message without those before it"),
+        ({"question": "", "context": "c"}, "empty question"),
+        ({"question": "q", "context": {"sentences": ["c"]}}, "a context that is not text"),
+        ({"instruction": "q", "history": "told above"}, "a history that is not pairs of texts"),
+        ({"instruction": "q", "history": [["q"]]}, "a history that is not pairs of texts"),
+        ({"prompt": "q", "tools": [{"name": "f"}]}, "tools, which no question is asked with"),
+        ({"messages": [ASK], "tools": '[{"name": "f"}]'}, "tools, which no question is asked with"),
+        ({"messages": [ASK], "functions": "f(x)"}, "tools, which no question is asked with"),
+        ({"messages": [ASK, {"role": "tool", "content": "r"}]}, "a tool result without its call"),
         ("{torn", "not JSON"),
     ],
 )
@@ -81,6 +101,19 @@ def test_roles_and_input_are_kept(tmp_path):
     assert one(tmp_path, {"system": "s", "conversations": [{"from": "human", "value": "q"}]}).messages == [system, ASK]
     assert one(tmp_path, {"instruction": "q", "input": "i"}).messages == [{"role": "user", "content": "q\n\ni"}]
     assert one(tmp_path, {"messages": [ASK, ASK]}).messages == [ASK, ASK]
+    dolly = {"instruction": "q", "context": "c", "input": "i"}
+    assert one(tmp_path, dolly).messages == [{"role": "user", "content": "q\n\nc\n\ni"}]
+    squad = {"question": "q", "context": "c", "answers": {"text": ["a"]}}
+    assert one(tmp_path, squad).messages == [{"role": "user", "content": "q\n\nc"}]
+
+
+def test_history_comes_before_the_rows_own_question(tmp_path):
+    row = {"instruction": "q3", "input": "i", "system": "s", "history": [["q", "a"], ["q2", "a2"]]}
+    asked = [{"role": "user", "content": text} for text in ("q", "q2", "q3\n\ni")]
+    system = {"role": "system", "content": "s"}
+    for turns, followups in (("first", []), ("all", [asked[1:2], asked[2:]])):
+        found = one(tmp_path, row, turns=turns)
+        assert (found.messages, found.followups) == ([system, asked[0]], followups)
 
 
 def test_system_prompt_comes_first_and_once(tmp_path):
@@ -88,6 +121,8 @@ def test_system_prompt_comes_first_and_once(tmp_path):
     own = {"messages": [{"role": "system", "content": "own"}, ASK]}
     assert one(tmp_path, {"prompt": "q"}, system_prompt="s").messages == [{"role": "system", "content": "s"}, ASK]
     assert one(tmp_path, own, system_prompt="s").messages == own["messages"]
+    for blank in ({"system_prompt": " ", "prompt": "q"}, {"messages": [{"role": "system", "content": ""}, ASK]}):
+        assert one(tmp_path, blank, system_prompt="s").messages == [{"role": "system", "content": "s"}, ASK]
     greeted = {"messages": [{"role": "system", "content": "own"}, {"role": "assistant", "content": "Hi!"}, ASK]}
     assert one(tmp_path, greeted).messages == own["messages"]
 
@@ -120,6 +155,11 @@ def test_tool_calls_are_context(tmp_path):
         {"from": "gpt", "value": "a"},
     ]
     assert one(tmp_path, {"conversations": sharegpt}).key == found.key  # arguments as text and as an object
+    legacy = {"role": "assistant", "content": None, "function_call": CALL | {"arguments": '{"a": 1}'}}
+    answer = {"role": "function", "name": "f", "content": "r"}
+    last = {"role": "assistant", "content": "a"}
+    assert one(tmp_path, {"messages": [ASK, legacy, answer, last]}, turns="all").key == found.key
+    assert one(tmp_path, {"messages": [ASK, legacy, answer, last]}).key == found.key
     with pytest.raises(Unusable, match="not JSON"):
         chat_messages({"conversations": [{"from": "function_call", "value": "f(1)"}]})
 
@@ -142,37 +182,43 @@ def test_seed_decides_the_order(tmp_path):
     assert order[3] == [str(i) for i in range(20)]
 
 
-def test_json_in_its_three_shapes(tmp_path):
-    rows = [{"prompt": "a"}, {"prompt": "b"}]
-    for text in (json.dumps(rows), json.dumps({"data": rows}), "\n".join(map(json.dumps, rows))):
-        (tmp_path / "rows.json").write_text(text)
-        source = QuestionStream(Questions(dataset=str(tmp_path / "rows.json"), shuffle_seed=-1))
-        assert (source.rows, [q.messages[0]["content"] for q in source]) == (2, ["a", "b"])
+def nested(depth: int) -> str:
+    return '{"a":' * depth + "1" + "}" * depth
 
 
-@pytest.mark.parametrize("streaming", [False, True])
-def test_parquet(tmp_path, monkeypatch, streaming):
-    import datasets
-    import pyarrow as pa
-    import pyarrow.parquet as pq
+@pytest.mark.parametrize(
+    ("arguments", "reason"),
+    [
+        ('{"type": "a\\ud800b"}', None),
+        ('{"a\\udfff": ["\\ud800"]}', None),
+        (nested(99), None),
+        ('{"a": NaN}', "tool calls that are not JSON"),
+        ('{"a": [1e999]}', "tool calls that are not JSON"),
+        (nested(900), "tool calls that are not JSON"),
+        (nested(100_000), "not JSON"),
+        ('{"a": %s}' % ("1" * 5000), "not JSON"),
+    ],
+)
+@pytest.mark.parametrize("as_text", [False, True])
+def test_arguments_that_some_reader_chokes_on(tmp_path, as_text, arguments, reason):
+    """Usable after cleaning, or told: never the end of the run. Text that is no object stays the text that it is."""
+    call = json.dumps(arguments) if as_text else arguments
+    row = '{"messages": [{"role": "user", "content": "q"}, {"role": "assistant", "tool_calls": [{"name": "f", '
+    row += f'"arguments": {call}}}]}}, {{"role": "tool", "content": "r"}}]}}'
+    found = one(tmp_path, row)
+    if reason and not (as_text and reason == "not JSON"):
+        assert isinstance(found, Skipped) and found.reason == reason
+        return
+    line = json.dumps([on_the_wire(message) for message in found.messages], allow_nan=False, ensure_ascii=False)
+    assert "\\ud" not in line and line.encode() and json_line({"messages": found.messages})
+    parsed = canonical(found.messages[1])["tool_calls"][0]["function"]["arguments"]
+    assert isinstance(parsed, str if reason else dict)
 
-    monkeypatch.setattr(datasets.config, "HF_DATASETS_CACHE", str(tmp_path / "cache"))
-    path = tmp_path / "rows.parquet"
-    turns = [[{"from": "human", "value": str(i)}, {"from": "gpt", "value": "a"}] for i in range(5)]
-    pq.write_table(pa.table({"conversations": turns, "prompt": [None] * 5}), path)
-    source = QuestionStream(Questions(dataset=str(path), shuffle_seed=3, streaming=streaming))
-    asked = [question.messages[0]["content"] for question in source]
-    assert sorted(asked) == [str(i) for i in range(5)] and source.rows == (None if streaming else 5)
 
-
-def test_missing_and_empty_sources_are_errors(tmp_path):
-    with pytest.raises(UserError, match="no such file"):
-        stream(tmp_path, [], dataset=str(tmp_path / "none.jsonl"))
-    with pytest.raises(UserError, match="no rows"):
-        stream(tmp_path, [])
-    (tmp_path / "x.json").write_text('"text"')
-    with pytest.raises(UserError, match="list of conversations"):
-        QuestionStream(Questions(dataset=str(tmp_path / "x.json")))
+@pytest.mark.parametrize("line", ['{"prompt": %s}' % ("9" * 5000), "[" * 100_000, '{"prompt": NaN}'])
+def test_lines_that_are_no_questions_are_told(tmp_path, line):
+    kinds = [type(found) for found in stream(tmp_path, [line, {"prompt": "q"}])]
+    assert kinds == [Skipped, Question]
 
 
 def test_lone_surrogates_are_cleaned(tmp_path):

@@ -21,6 +21,7 @@ def _absolute_d2t(tensors: dict[str, Tensor], config: dict) -> None:
 BROKEN: dict[str, tuple[Change, str]] = {  # what is done to the folder, and a part of what the check must say
     "no lm_head": (lambda tensors, config: tensors.pop("lm_head.weight"), "lm_head.weight is missing"),
     "no fc": (lambda tensors, config: tensors.pop("fc.weight"), "fc.weight is missing"),
+    "no fc_norm": (lambda tensors, config: tensors.pop("fc_norm.1.weight"), "fc_norm.1.weight is missing"),
     "no d2t": (lambda tensors, config: tensors.pop("d2t"), "d2t is missing"),
     "absolute d2t": (_absolute_d2t, "d2t and t2d contradict each other"),
     "two layers": (lambda tensors, config: config.update(num_hidden_layers=2), "num_hidden_layers is 2"),
