@@ -24,7 +24,7 @@ from common.command_line import Settings, load_settings
 from common.errors import TooManyFailures, UserError, guarded
 from common.forecast import ask_nobody, is_there, show_forecast, show_missing
 from common.progress import Progress, say, table
-from common.storage import MANIFEST, Manifest, open_stage, stage_lock, write_json
+from common.storage import MANIFEST, Manifest, open_stage, stage_lock, write_json, write_text
 
 STAGE, INPUT, STATES = "04_draft", "03_dataset", "02_hidden"
 SWITCHES = {
@@ -141,6 +141,7 @@ def train(run) -> None:
 def finish(run, folder: Path, manifest: Manifest, settings: Settings, checkpoint: Path | None = None) -> None:
     """Export the best checkpoint, or the given one, write the report and the manifest, print the summary."""
     from common.checkpoint import load_checkpoint
+    from common.draft_check import inspect
     from common.export import describe, export
     from common.model_card import model_card
     from common.speculators_format import write_speculators
@@ -148,8 +149,9 @@ def finish(run, folder: Path, manifest: Manifest, settings: Settings, checkpoint
     chosen = load_checkpoint(checkpoint, run.draft, None)["step"] if checkpoint else run.load_best()
     figures, replies = run.measure()
     served, other, k = folder / "export", folder / "export-speculators", int(run.main_k)
-    card = model_card(settings.target, str(served), run.report_facts(chosen), figures, k)
-    export(served, run.draft, run.d2t, run.t2d, run.aux_layers, run.text, card=card)
+    export(served, run.draft, run.d2t, run.t2d, run.aux_layers, run.text)
+    card = model_card(settings.target, str(served), run.report_facts(chosen), figures, k, inspect(served))
+    write_text(served / "README.md", card)
     if settings.serving.export_format == "speculators" or other.exists():  # never two exports of different weights
         write_speculators(other, served, settings.target.model, k)
     run.write_report(chosen, replies)

@@ -43,6 +43,11 @@ class DraftConfig:
     qk_rope_head_dim: int = 0
     v_head_dim: int = 0
 
+    @property
+    def rope_type(self) -> str:
+        scaling = self.rope_scaling or {}
+        return scaling.get("rope_type", scaling.get("type", "default"))
+
     def __post_init__(self):
         if self.form not in ("llama", "mla"):
             raise ValueError(f'draft form is "{self.form}", expected "llama" or "mla"')
@@ -52,20 +57,22 @@ class DraftConfig:
             )
         if self.form == "mla" and min(self.kv_lora_rank, self.qk_rope_head_dim, self.v_head_dim) < 1:
             raise ValueError("an MLA draft needs kv_lora_rank, qk_rope_head_dim and v_head_dim")
+        if self.rope_type == "yarn" and not {"factor", "original_max_position_embeddings"} <= self.rope_scaling.keys():
+            raise ValueError("rope_scaling of type yarn needs factor and original_max_position_embeddings")
         if self.num_attention_heads % self.num_key_value_heads:
             raise ValueError(
                 f"{self.num_attention_heads} query heads cannot share {self.num_key_value_heads} key heads evenly"
             )
 
 
-def _yarn_mscale(factor: float, mscale: float) -> float:
+def yarn_mscale(factor: float, mscale: float = 1.0) -> float:
+    """YaRN's factor on cos and sin, before a model's own correction."""
     return 0.1 * mscale * math.log(factor) + 1.0 if factor > 1 else 1.0
 
 
 def rope_frequencies(config: DraftConfig, width: int) -> tuple[Tensor, float]:
     """Frequencies [width/2] of the rotary angles, and the factor on cos and sin."""
-    scaling = dict(config.rope_scaling or {})
-    kind = scaling.get("rope_type", scaling.get("type", "default"))
+    scaling, kind = dict(config.rope_scaling or {}), config.rope_type
     if kind == "default":
         return config.rope_theta ** -(torch.arange(0, width, 2, dtype=torch.float64) / width), 1.0
     # transformers' formulas rather than copies of them: imported here, since most drafts scale nothing
@@ -83,8 +90,8 @@ def rope_frequencies(config: DraftConfig, width: int) -> tuple[Tensor, float]:
     )
     frequencies, factor = ROPE_INIT_FUNCTIONS[kind](settings, torch.device("cpu"))
     if config.form == "mla":  # DeepSeek's rule has another default for a missing mscale_all_dim
-        factor = _yarn_mscale(scaling["factor"], scaling.get("mscale", 1.0))
-        factor /= _yarn_mscale(scaling["factor"], scaling.get("mscale_all_dim", 0.0))
+        factor = yarn_mscale(scaling["factor"], scaling.get("mscale", 1.0))
+        factor /= yarn_mscale(scaling["factor"], scaling.get("mscale_all_dim", 0.0))
     return frequencies.double(), factor
 
 
@@ -150,11 +157,8 @@ class MlaAttention(nn.Module):
     def __init__(self, config: DraftConfig):
         super().__init__()
         heads, inputs = config.num_attention_heads, 2 * config.hidden_size
-        self.nope, self.rotary_width, self.value_width = (
-            config.qk_nope_head_dim,
-            config.qk_rope_head_dim,
-            config.v_head_dim,
-        )
+        self.nope, self.rotary_width = config.qk_nope_head_dim, config.qk_rope_head_dim
+        self.value_width = config.v_head_dim
         width = self.nope + self.rotary_width
         self.latent = config.kv_lora_rank
         self.query_columns = config.q_lora_rank or heads * width
@@ -170,7 +174,7 @@ class MlaAttention(nn.Module):
         self.o_proj = _linear(heads * self.value_width, config.hidden_size)
         self.heads = self.key_heads = heads
         scaling = config.rope_scaling or {}
-        mscale = _yarn_mscale(scaling.get("factor", 1.0), scaling.get("mscale_all_dim", 0.0))
+        mscale = yarn_mscale(scaling.get("factor", 1.0), scaling.get("mscale_all_dim", 0.0))
         self.scale = width**-0.5 * mscale**2
 
     def input_weight(self) -> Tensor:
@@ -229,8 +233,9 @@ class Draft(nn.Module):
         if config.norm_before_fc:
             self.input_norm = RMSNorm(fc_inputs, config.rms_norm_eps)
         if config.fc_norm:
-            norms = (RMSNorm(config.hidden_size, config.rms_norm_eps) for _ in range(config.num_aux))
-            self.fc_norm = nn.ModuleList(norms)
+            self.fc_norm = nn.ModuleList(
+                RMSNorm(config.hidden_size, config.rms_norm_eps) for _ in range(config.num_aux)
+            )
         self.fc = _linear(fc_inputs, config.hidden_size)
         self.midlayer = MidLayer(config)
         self.norm = RMSNorm(config.hidden_size, config.rms_norm_eps)

@@ -1,103 +1,68 @@
 """What vLLM and SGLang would do with any EAGLE-3 folder, ours or a published one: one finding a line, per engine.
 
-Read out of vLLM 0.32 (llama_eagle3.py, deepseek_eagle3.py, gpu_model_runner.py) and SGLang of 2026 (llama_eagle3.py,
+Read out of vLLM 0.32 (llama_eagle3.py, deepseek_eagle3.py, both model runners) and SGLang of 2026 (llama_eagle3.py,
 kimi_k25_eagle3.py, model_runner.py). What our own exporter writes must pass the stricter `export.check_export`.
 """
 
+import math
 import re
 from dataclasses import replace
 from pathlib import Path
 
 import torch
-from safetensors import SafetensorError, safe_open
 from torch import Tensor
 
-from common.draft import Draft, DraftConfig
+from common.draft import Draft, DraftConfig, rope_frequencies, yarn_mscale
 from common.errors import UserError
-from common.export import read_draft_config
-from common.findings import BOTH, ENGINES, SGLANG, VLLM, Findings
-from common.storage import read_json
+from common.export import ARCHITECTURES
+from common.findings import BOTH, SGLANG, VLLM, Findings
+from common.published import FORMS, HEAD_NORMS, draft_sizes, our_name, read_config, read_weights, weight_files
 
-FORMS = {  # architecture -> (our form, the engines that know the name)
-    "LlamaForCausalLMEagle3": ("llama", ENGINES),
-    "Eagle3LlamaForCausalLM": ("llama", (VLLM,)),
-    "LlamaForCausalLM": ("llama", (VLLM,)),  # vLLM puts "Eagle3" before it
-    "Eagle3DeepseekV2ForCausalLM": ("mla", ENGINES),
-    "Eagle3DeepseekV3ForCausalLM": ("mla", ENGINES),
-}
-SPECULATORS_KEYS = ("draft_vocab_size", "target_hidden_size", "eagle_aux_hidden_state_layer_ids")
-SPECULATORS_KEYS += ("norm_before_residual", "norm_before_fc", "fc_norm", "norm_output")
-ARCHITECTURE_OF = {"llama": "LlamaForCausalLMEagle3", "mla": "Eagle3DeepseekV2ForCausalLM"}
-DEFAULTS = {"rms_norm_eps": 1e-6, "max_position_embeddings": 2048}  # LlamaConfig's
 OLD_SGLANG = "SGLang before 2026"
+EAGLE_31 = "June 2026"  # when engines learned fc_norm and norm_output: vLLM #42764, SGLang #24663 and #26506
+OLD_RUNNER = "vLLM's older runner (VLLM_USE_V2_MODEL_RUNNER=0, or on a CPU)"
 
 
 def inspect(folder: Path) -> Findings:
     """Everything that is to be said about a folder; raises UserError where there is none or its config is no JSON."""
-    found, config = Findings(), read_json(folder / "config.json")
-    if not isinstance(config, dict):
-        raise UserError(f"{folder / 'config.json'} must be a JSON object")
-    for name, default in DEFAULTS.items():
-        if name not in config and "transformer_layer_config" not in config:
-            found.note(BOTH, f"no {name}: transformers' default is taken, {default:g}")
+    found = Findings()
+    config = read_config(folder, found)
     tensors = _read_tensors(folder, found)
-    if "speculators_model_type" in config:
-        config = _from_speculators(config, found)
     if not tensors or config is None:
         return found
-    config = DEFAULTS | config
-    names = config.get("architectures") or []
-    form, engines = FORMS.get(names[0] if len(names) == 1 else "", (None, ()))
-    if form is None:
-        found.error(BOTH, f"architectures is {names}: no EAGLE-3 draft that is known here ({', '.join(FORMS)})")
-        return found
-    if VLLM in engines and SGLANG not in engines and "speculators" not in config:
-        found.error(SGLANG, f'the architecture "{names[0]}" is no draft there; rename it to "{ARCHITECTURE_OF[form]}"')
+    name = config["architectures"][0]
+    form, engines = FORMS[name]
+    if SGLANG not in engines and "speculators" not in config:
+        fix = ", and none there has its norms" if name == HEAD_NORMS else f'; rename it to "{ARCHITECTURES[form]}"'
+        found.error(SGLANG, f'the architecture "{name}" is no draft there{fix}')
     if form == "mla" and config.get("model_type") == "deepseek_v3":
         found.error(VLLM, 'model_type "deepseek_v3" is taken for the target\'s own MTP layer; rename it to "kimi_k2"')
     tensors = _renamed(tensors, form, found)
     count = _aux_count(config, tensors, found)
     try:
-        draft = read_draft_config(config | {"architectures": [ARCHITECTURE_OF[form]], "num_aux_hidden_states": count})
+        draft = draft_sizes(config, num_aux_hidden_states=count)
     except (KeyError, ValueError, TypeError) as error:
         found.error(BOTH, f"config.json: {error!r}")
         return found
     _check_shapes(config, draft, tensors, found)
     _check_vocabulary(config, draft, tensors, found)
     _check_layers(config, count, found)
-    _check_options(config, draft, tensors, found)
+    _check_options(config, draft, found)
     return found
 
 
 def _read_tensors(folder: Path, found: Findings) -> dict[str, Tensor]:
-    """Every tensor of the folder's safetensors; pickled weights are never opened."""
-    files = sorted(folder.glob("*.safetensors"))
+    """Every tensor of the folder's weights."""
+    files = weight_files(folder)
     if not files:
-        pickled = ", ".join(path.name for path in sorted(folder.glob("*.bin")))
-        more = f"; {pickled} is a pickle, which is not opened here: convert it" if pickled else ""
-        found.error(BOTH, f"no *.safetensors in {folder}{more}")
-    tensors = {}
-    for path in files:
-        try:
-            with safe_open(path, "pt") as file:
-                tensors |= {name: file.get_tensor(name) for name in file.keys()}  # noqa: SIM118 - not a dict
-        except (OSError, SafetensorError) as error:
-            found.error(BOTH, f"{path.name} cannot be read: {error}")
-            return {}
-    return tensors
-
-
-def _from_speculators(config: dict, found: Findings) -> dict | None:
-    """The flat config that vLLM makes of a speculators one."""
-    layer = config.get("transformer_layer_config")
-    if config["speculators_model_type"] != "eagle3" or not isinstance(layer, dict):
-        found.error(BOTH, f"speculators format of {config['speculators_model_type']!r}, not of eagle3 with its layer")
-        return None
-    found.error(SGLANG, 'speculators format: SGLang knows no such architecture; use the folder with "midlayer.*" names')
-    if layer.get("model_type", "llama") != "llama":
-        found.note(VLLM, f"the layer is {layer['model_type']}, which is checked as if it were llama")
-    flat = {**layer, "architectures": ["Eagle3LlamaForCausalLM"], "speculators": True, "norm_before_residual": True}
-    return flat | {name: config[name] for name in SPECULATORS_KEYS if config.get(name) is not None}
+        found.error(BOTH, f"no *.safetensors and no *.bin in {folder}")
+    elif files[0].suffix == ".bin":
+        found.note(BOTH, f"{files[0].name} is a pickle, which can carry code: safetensors is safer")
+    try:
+        return {name: tensor for file in files for name, tensor in read_weights(file).items()}
+    except UserError as error:
+        found.error(BOTH, str(error))
+        return {}
 
 
 def _renamed(tensors: dict[str, Tensor], form: str, found: Findings) -> dict[str, Tensor]:
@@ -108,7 +73,7 @@ def _renamed(tensors: dict[str, Tensor], form: str, found: Findings) -> dict[str
         found.note(
             SGLANG, f'"layers.0.*" names: {OLD_SGLANG} skips them silently and accepts nothing; use "midlayer.*"'
         )
-    return {re.sub(r"^layers\.0\.", "midlayer.", name.removeprefix("model.")): t for name, t in tensors.items()}
+    return {our_name(name): tensor for name, tensor in tensors.items()}
 
 
 def _aux_count(config: dict, tensors: dict[str, Tensor], found: Findings) -> int:
@@ -134,6 +99,8 @@ def _check_shapes(config: dict, draft: DraftConfig, tensors: dict[str, Tensor], 
     with torch.device("meta"):
         model = Draft(plain, torch.empty(draft.vocab_size, draft.hidden_size))
     wanted = {name: tuple(p.shape) for name, p in model.named_parameters()}
+    if config["architectures"] == [HEAD_NORMS]:
+        wanted |= {f"midlayer.self_attn.{name}.weight": (draft.head_dim,) for name in ("q_norm", "k_norm")}
     if own_input:
         wanted["fc.weight"] = (draft.hidden_size, draft.num_aux * config["target_hidden_size"])
         found.note(BOTH, "target_hidden_size is not the draft's own: norms before fc are not checked")
@@ -210,7 +177,11 @@ def _check_vocabulary(config: dict, draft: DraftConfig, tensors: dict[str, Tenso
 
 
 def _check_layers(config: dict, count: int, found: Findings) -> None:
-    """Which target layers each engine reads: vLLM counts inputs, SGLang outputs (one less for the same state)."""
+    """Which target layers each engine reads: vLLM counts inputs, SGLang outputs (one less for the same state).
+
+    vLLM has two runners. The one that is usual on GPUs reads the top-level list only, else the default, 2, N//2, N-3;
+    the older one reads eagle_config's in between, as inputs.
+    """
     top = config.get("eagle_aux_hidden_state_layer_ids")
     eagle = config.get("eagle_config") or {}
     nested = eagle.get("eagle_aux_hidden_state_layer_ids")
@@ -235,13 +206,13 @@ def _check_layers(config: dict, count: int, found: Findings) -> None:
     elif nested:
         shifted = [i + 1 for i in nested]
         if _is_default(shifted):
-            text = f"eagle_config's {list(nested)} is read as vLLM's own count, a layer too early"
-            found.error(VLLM, f"{text}: put eagle_aux_hidden_state_layer_ids {shifted} at the top level")
+            text = f"{OLD_RUNNER} reads eagle_config's {list(nested)} as inputs, a layer too early"
+            found.note(VLLM, f"{text}: put eagle_aux_hidden_state_layer_ids {shifted} at the top level")
         elif _is_default(nested):
             found.error(SGLANG, f"reads eagle_config's {list(nested)} as outputs, a layer too late, if vLLM is right")
         else:
-            text = f"only eagle_config's {list(nested)}: vLLM reads inputs of these layers, SGLang of {shifted}"
-            found.note(BOTH, f"{text}; the file does not say which was trained")
+            text = f"eagle_config's {list(nested)} is not read: the default, 2, N//2, N-3, is, without a word"
+            found.error(VLLM, f"{text}; put the ids at the top level, {shifted} if these are SGLang's count")
     elif not top:
         found.note(BOTH, "no aux layer ids: both engines take their default, 2, N//2, N-3")
 
@@ -251,19 +222,40 @@ def _is_default(ids) -> bool:
     return len(ids) == 3 and list(ids) == [2, (ids[2] + 3) // 2, ids[2]]
 
 
-def _check_options(config: dict, draft: DraftConfig, tensors: dict[str, Tensor], found: Findings) -> None:
+def _check_options(config: dict, draft: DraftConfig, found: Findings) -> None:
     for name in ("norm_before_residual", "norm_before_fc"):
         if getattr(draft, name) and not config.get("speculators"):
             found.error(SGLANG, f"{name} is not read there: the draft would compute something else, without a word")
     for name in ("fc_norm", "norm_output"):
         if getattr(draft, name):
-            found.note(SGLANG, f"{name}: {OLD_SGLANG} ignores it without a word")
+            found.note(BOTH, f"{name}: an engine from before {EAGLE_31} ignores it, SGLang without a word")
     rope = config.get("rope_parameters") or {}
     if rope and "rope_theta" not in config and rope.get("rope_theta", 10000.0) != 10000.0:
         text = f"only rope_parameters: under transformers 4 the theta would be 10000, not {rope['rope_theta']:g}"
         found.note(BOTH, f"{text}; write rope_theta and rope_scaling too")
+    if draft.form == "llama" and draft.rope_type == "yarn":
+        _check_yarn(draft, found)
     if draft.form == "mla" and not draft.q_lora_rank:
         found.error(SGLANG, "no q_lora_rank: its MLA draft needs one")
+        if config.get("q_lora_rank") is not None:
+            found.error(VLLM, "q_lora_rank is 0, which is taken for a rank: write null")
+
+
+def _check_yarn(draft: DraftConfig, found: Findings) -> None:
+    """The factor on cos and sin. SGLang knows no attention_factor, and mscale only in its later versions."""
+    factor, scaling = rope_frequencies(draft, draft.head_dim)[1], draft.rope_scaling
+    plain = yarn_mscale(scaling["factor"])
+    later = plain
+    if None not in (numbers := [scaling.get(key) for key in ("mscale", "mscale_all_dim")]):
+        later = yarn_mscale(scaling["factor"], numbers[0]) / yarn_mscale(scaling["factor"], numbers[1])
+    for there in (scaling.get("attn_factor", 1.0) * made for made in (plain, later)):
+        if not math.isclose(there, factor, rel_tol=1e-3):
+            text = (
+                f"yarn turns by cos and sin times {there:.4g} in some versions, in vLLM times {factor:.4g}: in place of"
+            )
+            fix = f"mscale, write attention_factor {factor:g} and attn_factor {factor / plain:g} in rope_scaling"
+            found.error(SGLANG, f"{text} {fix}")
+            return
 
 
 def _some(names: list[str]) -> str:

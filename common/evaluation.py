@@ -118,7 +118,8 @@ def sample_views(
             accepted = {first + 2 + row: hit for row, hit in enumerate(accepted_rows(reply.right, k))}
             ids, mask = pack.input_ids[start:stop].tolist(), pack.loss_mask[start:stop].int().tolist()
             tokens = [
-                {"text": protocol.decode([id]), "id": id, "mask": m, "part": part, "accepted": int(accepted.get(at, 0))}
+                {"text": protocol.decode([id]), "id": id, "mask": m, "part": part}
+                | {"accepted": int(accepted.get(at, 0)) if m else None}  # nobody drafts what the prompt says
                 for at, id, m, part in zip(range(start, stop), ids, mask, parts(ids, mask, protocol), strict=True)
             ]
             views.append({"id": pack.ids[document], "tokens": tokens})

@@ -14,9 +14,9 @@ from safetensors import SafetensorError, safe_open
 from safetensors.torch import load_file, save_file
 from torch import Tensor
 
-from common.draft import Draft, DraftConfig
+from common.draft import Draft, DraftConfig, rope_frequencies, yarn_mscale
 from common.errors import UserError
-from common.storage import atomic_path, read_json, sync_folder, write_json, write_text
+from common.storage import atomic_path, read_json, sync_folder, write_json
 from common.vocab import kept_tokens
 
 ARCHITECTURES = {"llama": "LlamaForCausalLMEagle3", "mla": "Eagle3DeepseekV2ForCausalLM"}
@@ -29,13 +29,27 @@ def rope_settings(config: DraftConfig) -> dict:
 
     Version 4 takes theta 10000 without a word where only `rope_parameters` stands; 5 reads both, and they agree here.
     """
-    scaling = config.rope_scaling or {}
-    kind = scaling.get("rope_type", scaling.get("type", "default"))
+    scaling = _served_scaling(config)
     return {
         "rope_theta": config.rope_theta,
-        "rope_scaling": config.rope_scaling or None,
-        "rope_parameters": {**scaling, "rope_type": kind, "rope_theta": config.rope_theta},
+        "rope_scaling": scaling or None,
+        "rope_parameters": {**scaling, "rope_type": config.rope_type, "rope_theta": config.rope_theta},
     }
+
+
+def _served_scaling(config: DraftConfig) -> dict:
+    """The rotary scaling in words that both engines take for the same angles.
+
+    YaRN's factor on cos and sin: vLLM reads `attention_factor`; SGLang multiplies by `attn_factor` what it makes of
+    mscale, which its versions before 2026 do not read. So mscale is left out and the factor stands there twice. The
+    MLA form keeps mscale: DeepSeek's rule takes the softmax scale from it, in both engines.
+    """
+    scaling = dict(config.rope_scaling or {})
+    if config.form == "llama" and config.rope_type == "yarn":
+        factor = rope_frequencies(config, config.head_dim)[1]
+        scaling = {key: value for key, value in scaling.items() if key not in ("mscale", "mscale_all_dim")}
+        scaling |= {"attention_factor": factor, "attn_factor": factor / yarn_mscale(scaling["factor"])}
+    return scaling
 
 
 def served_config(config: DraftConfig, aux_layers: tuple[int, ...], text: dict) -> dict:
@@ -73,7 +87,8 @@ def served_config(config: DraftConfig, aux_layers: tuple[int, ...], text: dict) 
     if config.num_aux != 3:
         served["num_aux_hidden_states"] = config.num_aux
     if config.form == "mla":
-        served |= {key: getattr(config, key) for key in MLA_KEYS}
+        # null, not 0: vLLM takes any number for a rank and builds another network
+        served |= {key: getattr(config, key) for key in MLA_KEYS} | {"q_lora_rank": config.q_lora_rank or None}
     return served
 
 
@@ -85,11 +100,8 @@ def export(
     aux_layers: tuple[int, ...],
     text: dict,
     embedding: bool = True,
-    card: str = "",
 ) -> None:
     """Write the served folder (bf16 weights; d2t and t2d left out for a full vocabulary), read it back, publish it.
-
-    `card`: the README.md beside them (common/model_card.py).
 
     All under a temporary name: a draft that would not serve never takes the place of one that does.
     """
@@ -104,8 +116,6 @@ def export(
     with atomic_path(temporary / "model.safetensors") as weights:
         save_file(tensors, weights, {"format": "pt"})
     write_json(temporary / "config.json", served_config(draft.config, aux_layers, text))
-    if card:
-        write_text(temporary / "README.md", card)
     problems = check_export(temporary)
     if not problems:
         stored = load_file(temporary / "model.safetensors")

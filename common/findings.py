@@ -30,4 +30,8 @@ class Findings(list):
 
     def servable(self) -> list[str]:
         """The engines that would serve the draft as it was trained."""
-        return [name for name in ENGINES if not any(f.level == "error" and name in f.engine for f in self)]
+        return [name for name in ENGINES if not self.errors(name)]
+
+    def errors(self, engine: str) -> list[str]:
+        """Why an engine would not."""
+        return [f.text for f in self if f.level == "error" and engine in f.engine]

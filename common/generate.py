@@ -83,7 +83,7 @@ class Generation:
         """Generate the missing turns of one conversation in order, each from the history as the target wrote it."""
         messages, prompt_ids = unit.question.messages, unit.prompt_ids
         for turn, id in enumerate(unit.ids):
-            source = unit.question.source | {"turn": turn, "repeat": unit.repeat, "question": unit.question.key}
+            source = unit.question.source | {"turn": turn, "repeat": unit.repeat, "question": unit.question.opening}
             if id in self.stored:
                 record = self.stored.record(id)
             else:

@@ -5,6 +5,7 @@ import shlex
 from pathlib import Path
 
 from common.config import Target
+from common.findings import SGLANG, VLLM, Findings
 from common.serving import draft_command
 
 PORT = 8000
@@ -22,8 +23,11 @@ def sglang_command(target: Target, port: int, draft_folder: str, draft_tokens: i
     return " \\\n  ".join(" ".join(map(shlex.quote, line)) for line in words)
 
 
-def model_card(target: Target, served: str, facts: dict, figures: dict, draft_tokens: int) -> str:
-    """README.md. `facts`: what report.html says too (draft, data, train, baselines), `figures`: an `eval` line."""
+def model_card(target: Target, served: str, facts: dict, figures: dict, draft_tokens: int, findings: Findings) -> str:
+    """README.md. `facts`: what report.html says too (draft, data, train, baselines), `figures`: an `eval` line.
+
+    `findings`: of draft_check, on the served folder; no command is printed for an engine that would not serve it.
+    """
     name = target.model if not Path(target.model).exists() else ""
     head = ["---", *([f"base_model: {name}"] if name else []), "tags: [eagle3, speculative-decoding]", "---", ""]
     measure = f"python 04_train.py --config CONFIG --serve-eval http://localhost:{PORT} --questions FILE.jsonl"
@@ -43,11 +47,11 @@ def model_card(target: Target, served: str, facts: dict, figures: dict, draft_to
             "",
             "vLLM (0.32 or later):",
             "",
-            *_code(draft_command(target, PORT, served, draft_tokens)),
+            *_command(VLLM, draft_command(target, PORT, served, draft_tokens), findings),
             "",
             "SGLang:",
             "",
-            *_code(sglang_command(target, PORT, served, draft_tokens)),
+            *_command(SGLANG, sglang_command(target, PORT, served, draft_tokens), findings),
             "",
             "Acceptance and speed on the running vLLM server, over your own questions:",
             "",
@@ -90,6 +94,13 @@ def _share(entry: dict) -> str:
 def _length(figures: dict | None, k: str) -> str:
     length = ((figures or {}).get("walk") or {}).get(k, {}).get("length")
     return f"{length:.3f}" if length else "–"
+
+
+def _command(engine: str, command: str, findings: Findings) -> list[str]:
+    """How to serve with an engine, or why it would not serve the draft as it was trained."""
+    if engine in findings.servable():
+        return [*_code(command), *(f"- {finding.text}" for finding in findings if engine in finding.engine)]
+    return [f"Not as it was trained: {why}." for why in findings.errors(engine)]
 
 
 def _code(command: str) -> list[str]:

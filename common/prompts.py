@@ -18,9 +18,13 @@ DUPLICATE = "duplicate"
 
 @dataclass(frozen=True)
 class Question:
-    """One conversation to ask. `key` is a hash of its content: equal questions have equal keys."""
+    """One conversation to ask. `key` is a hash of its content: equal questions have equal keys.
+
+    `opening`: the same of its first prompt alone. Conversations that part later share it, and with it their split.
+    """
 
     key: str
+    opening: str
     messages: list[dict]  # up to the first reply
     followups: list[list[dict]] = field(default_factory=list)  # what stands before each later reply
     source: dict = field(default_factory=dict)  # dataset, split, row
@@ -79,7 +83,9 @@ def to_question(row, settings: Questions, source: dict) -> Question:
         raise Unusable("no user turn")
     if any(m["role"] == "user" and not m["content"].strip() for prompt in prompts for m in prompt):
         raise Unusable("empty question")
-    return Question(digest([[_essence(m) for m in prompt] for prompt in prompts])[:16], prompts[0], prompts[1:], source)
+    essence = [[_essence(m) for m in prompt] for prompt in prompts]
+    key, opening = (digest(part)[:16] for part in (essence, essence[:1]))
+    return Question(key, opening, prompts[0], prompts[1:], source)
 
 
 def split_turns(messages: list[dict]) -> list[list[dict]]:

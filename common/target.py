@@ -22,7 +22,13 @@ NAMES = {
     "norm": ("norm.weight", "final_layernorm.weight", "final_layer_norm.weight", "ln_f.weight"),
 }
 INDEX = "model.safetensors.index.json"
-NOT_TEXT = re.compile(r"(^|\.)(vision\w*|visual|mm_projector|audio\w*|mtp|layers|blocks|draft\w*)(\.|$)")
+NOT_TEXT = re.compile(
+    r"(^|\.)(vision\w*|visual|mm_projector|multi_modal_projector|audio\w*|mtp|layers|blocks|draft\w*)(\.|$)"
+)
+# Families whose norms multiply by 1 + weight, by model_type; gemma3n and gemma4 multiply by the weight.
+PLUS_ONE = ("gemma", "gemma2", "gemma3", "gemma3_text", "qwen3_next", "qwen3_5", "qwen3_5_text", "qwen3_5_moe")
+PLUS_ONE += ("qwen3_5_moe_text", "minimax_m3_vl", "minimax_m3_vl_text", "step3p5", "step3p7")
+CAPS = ("final_logit_softcapping", "logits_soft_cap")  # tanh over the logits
 
 
 @dataclass(frozen=True)
@@ -49,6 +55,12 @@ def read_sizes(target: Target, known: Sizes | None = None) -> TargetSizes:
     differs from `known`, what the TOML says of the target."""
     config = _read_config(target)
     text = {**config, **config["text_config"]} if isinstance(config.get("text_config"), dict) else config
+    for key in CAPS:
+        if text.get(key):
+            raise UserError(
+                f"{target.model!r}: {key} is {text[key]} in its config.json, but a draft is taught logits that are the "
+                "head times the normed state, without a cap; take another target"
+            )
     for key, value in said(known).items():
         found = text.get(key, value)  # a key that is left out there has its class's default, which we don't know
         if found != value and not (isinstance(value, float) and math.isclose(found, value, rel_tol=1e-6)):
@@ -96,7 +108,11 @@ def target_digest(target: Target) -> str:
 
 
 def read_tensors(target: Target, *wanted: str) -> dict:
-    """Tensors by role (`lm_head` [V, H], `embedding` [V, H], `norm` [H]), as stored; a tied head is the embedding."""
+    """Tensors by role (`lm_head` [V, H], `embedding` [V, H], `norm` [H]); a tied head is the embedding.
+
+    As stored, but for families that add to the norm or scale the logits: what is returned has that in it, so that
+    lm_head @ (state normed * norm) is the target's logits for every target.
+    """
     import torch
 
     sizes = read_sizes(target)
@@ -111,8 +127,24 @@ def read_tensors(target: Target, *wanted: str) -> dict:
         shape = (sizes.hidden_size,) if role == "norm" else (sizes.vocab_size, sizes.hidden_size)
         if tensor.ndim != len(shape) or tensor.shape[-1] != shape[-1] or tensor.shape[0] < shape[0]:
             raise UserError(f"{name} of {target.model!r} has shape {list(tensor.shape)}, expected {list(shape)}")
-        tensors[role] = tensor[: shape[0]]  # rows beyond the vocabulary are padding
+        if (bias := f"{name.removesuffix('weight')}bias") in files and role != "embedding":
+            raise UserError(f"{target.model!r} has {bias}: engines' drafts have norms and heads without; take another")
+        tensor = tensor[: shape[0]]  # rows beyond the vocabulary are padding
+        if role == "norm" and sizes.text.get("model_type") in PLUS_ONE:
+            tensor = tensor.float() + 1
+        if role == "lm_head" and (factor := _logit_factor(sizes.text)) != 1:
+            tensor = (tensor.float() * factor).to(tensor.dtype)
+        tensors[role] = tensor
     return tensors
+
+
+def _logit_factor(text: dict) -> float:
+    """What a family multiplies its logits by: Granite, Cohere, Falcon-H1, MiniCPM, HyperCLOVA X each have a key."""
+    factor = (text.get("logit_scale") or 1.0) * (text.get("lm_head_multiplier") or 1.0)
+    if text.get("dim_model_base"):
+        factor *= text["dim_model_base"] / text["hidden_size"]
+    scaling = text.get("logits_scaling") or 1.0
+    return factor * scaling if text.get("model_type") == "hyperclovax" else factor / scaling
 
 
 def _weight_map(target: Target) -> dict[str, str]:

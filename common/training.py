@@ -14,6 +14,9 @@ from common.errors import SafetyStop, UserError
 from common.parallel import Ranks
 from common.ttt import loss_positions
 
+# Rotary scalings that training and both engines compute alike. A draft need not scale as its target does: of others
+# (mrope, longrope, dynamic), it takes the plain angles.
+SCALINGS = ("linear", "llama3", "yarn")
 DTYPES = {"bf16": torch.bfloat16, "fp32": torch.float32}
 
 
@@ -36,8 +39,8 @@ def draft_config(shape: DraftModel, text: dict, eps: float, aux: int, draft_voca
     """The draft's sizes: the target's own (`text` is its config) where the settings say 0."""
     heads = shape.attention_heads or text["num_attention_heads"]
     rope = text.get("rope_parameters") or {}
-    scaling = text.get("rope_scaling") or ({k: v for k, v in rope.items() if k != "rope_theta"} if rope else None)
-    if scaling and scaling.get("rope_type", scaling.get("type")) == "default":
+    scaling = text.get("rope_scaling") or {k: v for k, v in rope.items() if k != "rope_theta"}
+    if scaling.get("rope_type", scaling.get("type")) not in SCALINGS:
         scaling = None
     mla = {}
     if shape.form == "mla":

@@ -61,8 +61,6 @@ class TrainingRun:
         self.held_out = HeldOut.of(self.packs, protocol["think_open"], protocol["think_close"])
 
         self._build()
-        if self.published:
-            self.published.fill(self.draft)
         self.module = in_parallel(self.unrolled, s.parallel, ranks)
         self.trained = [p for p in self.draft.parameters() if p.requires_grad]
         self.optimizer = make_optimizer(self.draft, s)
@@ -78,7 +76,7 @@ class TrainingRun:
         self.baselines: dict = {}
 
     def _build(self) -> None:
-        """A fresh draft and the step that unrolls it, whole on this rank."""
+        """The draft before any training and the step that unrolls it, whole on this rank."""
         s, device, embedding = self.settings.train, self.ranks.device, self.target["embedding"]
         # The seed's weights are drawn on the CPU; the target's tensors move once and are shared by whatever is built.
         self.draft = Draft(self.config, embedding.float() if s.train_embedding else embedding).to(device)
@@ -99,6 +97,8 @@ class TrainingRun:
             dtype=DTYPES[s.precision],
             compiled=s.compile,
         )
+        if self.published:
+            self.published.fill(self.draft)
 
     @cached_property
     def matmul_rate(self) -> float:
@@ -118,7 +118,7 @@ class TrainingRun:
         weights = " ".join(f"{w:.3g}" for w in self.unrolled.loss_weights(s.unrolled_steps).tolist())
         kind = f", {s.parallel}" if self.ranks.world > 1 else ""
         return [
-            ("draft", f"{c.form}, hidden {c.hidden_size}, MLP {c.intermediate_size}, {heads}"),
+            ("draft", f"{c.form}, hidden {c.hidden_size}, MLP {c.intermediate_size}, {heads}, {c.rope_type} rope"),
             ("weights", f"{trained / 1e6:.1f} M trained, {frozen / 1e6:.1f} M frozen"),
             ("vocabulary", f"{c.draft_vocab_size:,} of {c.vocab_size:,}, {self.coverage:.2%} of what the target wrote"),
             ("start", f"the draft in {self.settings.train.warm_start}" if self.published else "fresh weights"),

@@ -7,17 +7,15 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 
 import torch
-from safetensors import SafetensorError
-from safetensors.torch import load_file
 from torch import Tensor
 
 from common.draft import Draft, DraftConfig
 from common.errors import UserError
-from common.export import read_draft_config
-from common.storage import read_json, sha256
+from common.findings import Findings
+from common.published import draft_sizes, our_name, read_config, read_weights, weight_files
+from common.storage import sha256
 from common.vocab import kept_tokens, mappings
 
-SPELLINGS = (("model.", ""), ("layers.0.", "midlayer."))  # of publishers' names, in this order
 DERIVED = "rotary_emb.inv_freq"  # follows from the config
 
 
@@ -52,17 +50,19 @@ class Published:
 
 def read_published(folder: str, target: DraftConfig, aux_layers: tuple[int, ...]) -> Published:
     """A draft to go on from; raises UserError naming what does not fit. `target`: the sizes of a fresh draft."""
-    path, said = Path(folder), f"train.warm_start {folder}"
-    files = weight_files(folder)
-    config = read_json(path / "config.json")
+    path, said, found = Path(folder), f"train.warm_start {folder}", Findings()
+    files = weights_of(folder)
+    config = read_config(path, found)
+    if config is None:
+        raise UserError(f"{said}: {next(finding.text for finding in reversed(found) if finding.level == 'error')}")
     try:
-        sizes = read_draft_config(config)
-        stored = {name: tensor for file in files for name, tensor in load_file(file).items()}
-    except (KeyError, ValueError, TypeError, SafetensorError) as error:
+        sizes = draft_sizes(config)
+        stored = {name: tensor for file in files for name, tensor in read_weights(file).items()}
+    except (KeyError, ValueError, TypeError, UserError) as error:
         raise UserError(
             f"{said}: {str(error) if not isinstance(error, KeyError) else f'no {error} in config.json'}"
         ) from None
-    tensors = {_our_name(name): tensor for name, tensor in stored.items() if DERIVED not in name}
+    tensors = {our_name(name): tensor for name, tensor in stored.items() if DERIVED not in name}
     t2d, d2t = tensors.pop("t2d", None), tensors.pop("d2t", None)
     if d2t is None:
         sizes = replace(sizes, draft_vocab_size=sizes.vocab_size)
@@ -79,6 +79,10 @@ def read_published(folder: str, target: DraftConfig, aux_layers: tuple[int, ...]
     layers = config.get("eagle_aux_hidden_state_layer_ids")
     if layers and tuple(layers) != aux_layers:
         raise UserError(f"{said}: made for aux layers {layers}, the shards hold {list(aux_layers)}")
+    nested = (config.get("eagle_config") or {}).get("eagle_aux_hidden_state_layer_ids")
+    if nested and tuple(nested) not in (aux_layers, tuple(layer - 1 for layer in aux_layers)):
+        text = f"made for eagle_config's aux layers {nested}, as either engine counts; the shards hold"
+        raise UserError(f"{said}: {text} {list(aux_layers)}")
     try:
         kept = kept_tokens(d2t.long(), t2d.bool())
     except UserError as error:
@@ -89,9 +93,9 @@ def read_published(folder: str, target: DraftConfig, aux_layers: tuple[int, ...]
     return Published(path, sizes, tensors, d2t.long(), t2d.bool())
 
 
-def weight_files(folder: str) -> list[Path]:
-    """The safetensors files of a published draft; raises UserError where there are none."""
-    files = sorted(Path(folder).glob("*.safetensors"))
+def weights_of(folder: str) -> list[Path]:
+    """The weight files of a published draft; raises UserError where there are none."""
+    files = weight_files(Path(folder))
     if not files or not (Path(folder) / "config.json").is_file():
         raise UserError(f"train.warm_start {folder}: no config.json and *.safetensors there; name a draft's folder")
     return files
@@ -99,11 +103,4 @@ def weight_files(folder: str) -> list[Path]:
 
 def weight_hashes(folder: str) -> list[str]:
     """What a warm start's weights are, wherever the folder lies."""
-    return [sha256(file) for file in weight_files(folder)]
-
-
-def _our_name(name: str) -> str:
-    for theirs, ours in SPELLINGS:
-        if name.startswith(theirs):
-            name = ours + name.removeprefix(theirs)
-    return name
+    return [sha256(file) for file in weights_of(folder)]

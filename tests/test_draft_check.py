@@ -100,9 +100,9 @@ def lists(top, nested):
     [
         ([2, 6, 9], None, [VLLM, SGLANG], "its default, 2, N//2, N-3, is vLLM's [2, 6, 9] with 12 layers"),
         ([1, 6, 9], None, [VLLM], "would be read and not [1, 6, 9]"),
-        (None, [1, 29, 57], [SGLANG], "a layer too early: put eagle_aux_hidden_state_layer_ids [2, 30, 58]"),
+        (None, [1, 29, 57], [VLLM, SGLANG], "a layer too early: put eagle_aux_hidden_state_layer_ids [2, 30, 58]"),
         (None, [2, 30, 58], [VLLM], "a layer too late"),
-        (None, [4, 7, 9], [VLLM, SGLANG], "the file does not say which was trained"),
+        (None, [4, 7, 9], [SGLANG], "put the ids at the top level, [5, 8, 10] if these are SGLang's count"),
         (None, None, [VLLM, SGLANG], "both engines take their default"),
         ([2, 30, 58], [2, 30, 58], [VLLM], "one of the two engines is wrong"),
         ([2, 30], [1, 29], [], "fc reads 3 aux states, the engines would build 2"),
@@ -164,12 +164,83 @@ def test_transformers_5_alone(published):
     assert "under transformers 4 the theta would be 10000, not 50000" in levels(inspect(published(change)), "note")
 
 
-def test_pickled_weights_are_not_opened(published):
+class Code:
+    """A pickle that runs something when it is loaded."""
+
+    def __reduce__(self):
+        return (exec, ("raise SystemExit('ran')",))
+
+
+def test_pickled_weights_are_read_without_running_them(published):
     folder = published()
-    (folder / "model.safetensors").rename(folder / "pytorch_model.bin")
-    assert "pytorch_model.bin is a pickle" in levels(inspect(folder), "error")
+    tensors = load_file(folder / "model.safetensors")
+    (folder / "model.safetensors").unlink()
+    torch.save(tensors, folder / "pytorch_model.bin")
+    found = inspect(folder)
+    assert found.servable() == [VLLM, SGLANG] and "safetensors is safer" in levels(found, "note")
+    for wrong in (tensors | {"code": Code()}, [tensors], {"state": tensors}):
+        torch.save(wrong, folder / "pytorch_model.bin")
+        (error,) = [finding for finding in inspect(folder) if finding.level == "error"]
+        assert "pytorch_model.bin cannot be read: " in error.text and "\n" not in error.text
+    (folder / "pytorch_model.bin").write_bytes(b"half")
+    assert "pytorch_model.bin cannot be read" in levels(inspect(folder), "error")
     (folder / "model.safetensors").write_bytes(b"half")
     assert "model.safetensors cannot be read" in levels(inspect(folder), "error")
+
+
+@pytest.mark.parametrize(
+    ("scaling", "servable"),
+    [
+        ({}, [VLLM, SGLANG]),
+        ({"mscale": 1.0, "mscale_all_dim": 1.0}, [VLLM]),  # SGLang before 2026 does not read them
+        ({"mscale": 1.0, "mscale_all_dim": 1.0, "attn_factor": 0.70627}, [VLLM]),  # SGLang since then does
+        ({"mscale": 1.0, "mscale_all_dim": 1.0, "attention_factor": 1.41589}, [VLLM]),
+        ({"attention_factor": 1.0}, [VLLM]),
+        ({"attention_factor": 1.0, "attn_factor": 0.70627}, [VLLM, SGLANG]),
+        ({"attn_factor": 2.0}, [VLLM]),
+    ],
+)
+def test_yarn_factors_that_engines_read_differently(published, scaling, servable):
+    yarn = {"type": "yarn", "factor": 64.0, "original_max_position_embeddings": 4096} | scaling
+
+    def change(config):
+        config["rope_scaling"] = yarn
+        del config["rope_parameters"]
+
+    found = inspect(published(change))
+    assert found.servable() == servable and (len(servable) == 2 or "attn_factor" in levels(found, "error"))
+
+
+@pytest.mark.parametrize(
+    "name", ["Eagle3Qwen3vlForCausalLM", "Eagle3Qwen2_5vlForCausalLM", "Eagle3MiniMaxM2ForCausalLM"]
+)
+def test_names_that_vllm_alone_knows(published, name):
+    found = inspect(published(lambda c: c.update(architectures=[name])))
+    assert found.servable() == [VLLM] and 'rename it to "LlamaForCausalLMEagle3"' in levels(found, "error")
+
+
+def test_norms_on_queries_and_keys(published):
+    def norms(tensors):
+        tensors |= {f"midlayer.self_attn.{name}_norm.weight": torch.ones(4) for name in "qk"}
+
+    found = inspect(published(lambda c: c.update(architectures=["Eagle3Qwen3ForCausalLM"]), norms))
+    assert found.servable() == [VLLM] and "none there has its norms" in levels(found, "error")
+
+
+def test_a_norm_before_fc_that_stands_in_eagle_config(published, tmp_path):
+    before = write(tmp_path / "before", norm_before_fc=True)
+
+    def move(config):
+        config["eagle_config"]["norm_before_fc"] = config.pop("norm_before_fc")
+
+    found = inspect(published(move, None, before))
+    assert found.servable() == [VLLM] and "norm_before_fc is not read there" in levels(found, "error")
+
+
+@pytest.mark.parametrize(("rank", "servable"), [(None, [VLLM]), (0, [])])
+def test_mla_without_a_query_rank(published, tmp_path, rank, servable):
+    mla = write(tmp_path / "mla", form="mla", q_lora_rank=0)
+    assert inspect(published(lambda c: c.update(q_lora_rank=rank), None, mla)).servable() == servable
 
 
 def test_the_speculators_layout(ours, tmp_path):

@@ -1,13 +1,14 @@
 """The served folder: what is written passes, each way to break it is refused by name (engines would be silent)."""
 
 import json
+import math
 import shutil
 
 import pytest
 import torch
 from safetensors.torch import load_file, save_file
 
-from common.draft import Draft, DraftConfig
+from common.draft import Draft, DraftConfig, rope_frequencies
 from common.errors import UserError
 from common.export import check_export, describe, export, read_draft_config
 from common.vocab import mappings
@@ -21,6 +22,14 @@ LAYER = {
     "midlayer.input_layernorm.weight", "midlayer.hidden_norm.weight", "midlayer.post_attention_layernorm.weight",
     "fc.weight", "norm.weight", "lm_head.weight", "embed_tokens.weight",
 }  # fmt: skip
+YARN_FACTORS = [
+    {},
+    {"mscale": 1.0},
+    {"mscale": 1.0, "mscale_all_dim": 1.0},  # Kimi's and DeepSeek's
+    {"mscale": 0.707, "mscale_all_dim": 1.0},
+    {"attention_factor": 1.25},
+    {"attention_factor": 1.25, "mscale": 1.0, "mscale_all_dim": 0.5},
+]
 ATTENTION = {
     "llama": {"q_proj", "k_proj", "v_proj", "o_proj"},
     "mla": {"q_a_proj", "q_a_layernorm", "q_b_proj", "kv_a_proj_with_mqa", "kv_a_layernorm", "kv_b_proj", "o_proj"},
@@ -28,8 +37,8 @@ ATTENTION = {
 
 
 def make_draft(form="llama", kept=KEPT, **options) -> tuple[Draft, torch.Tensor, torch.Tensor]:
-    sizes = SIZES | ({"num_key_value_heads": 2, **MLA} if form == "mla" else {})
-    config = DraftConfig(form=form, **sizes, vocab_size=12, draft_vocab_size=len(kept), **options)
+    sizes = SIZES | ({"num_key_value_heads": 2, **MLA} if form == "mla" else {}) | options
+    config = DraftConfig(form=form, **sizes, vocab_size=12, draft_vocab_size=len(kept))
     draft = Draft(config, torch.randn(12, 8).bfloat16())
     draft.initialise(None, 0)
     return draft, *mappings(kept, 12)
@@ -96,12 +105,12 @@ def test_config_counts_layers_twice_as_two_engines_do(exported):
 
 def test_rope_stands_in_the_forms_of_transformers_4_and_5(tmp_path):
     """Version 4 takes theta 10000 where only rope_parameters stands, without a word."""
-    scaling = {"type": "yarn", "factor": 64.0, "original_max_position_embeddings": 4096, "mscale": 1.0}
+    scaling = {"type": "linear", "factor": 64.0}
     config = json.loads((write(tmp_path / "a", rope_theta=5e4, rope_scaling=scaling) / "config.json").read_text())
     assert (config["rope_theta"], config["rope_scaling"]) == (5e4, scaling)
-    assert config["rope_parameters"] == {**scaling, "rope_type": "yarn", "rope_theta": 5e4}
+    assert config["rope_parameters"] == {**scaling, "rope_type": "linear", "rope_theta": 5e4}
     new = {key: value for key, value in config.items() if key not in ("rope_theta", "rope_scaling")}
-    assert read_draft_config(new).rope_scaling == scaling | {"rope_type": "yarn"}
+    assert read_draft_config(new).rope_scaling == scaling | {"rope_type": "linear"}
     assert read_draft_config(new).rope_theta == 5e4
     plain = json.loads((write(tmp_path / "b", rope_scaling={}) / "config.json").read_text())
     assert (plain["rope_theta"], plain["rope_scaling"]) == (10000.0, None)
@@ -109,9 +118,36 @@ def test_rope_stands_in_the_forms_of_transformers_4_and_5(tmp_path):
     assert read_draft_config({**plain, "rope_scaling": None}).rope_scaling is None
 
 
-def test_a_card_comes_along(tmp_path):
-    export(tmp_path / "export", *make_draft(), (2, 5, 9), TEXT, card="# A draft\n")
-    assert (tmp_path / "export/README.md").read_text() == "# A draft\n"
+@pytest.mark.parametrize("more", YARN_FACTORS, ids=str)
+def test_yarn_has_one_factor_in_every_engine(tmp_path, more):
+    """transformers' own rule for the target is what vLLM and both of SGLang's rules make of the export."""
+    scaling = {"type": "yarn", "factor": 64.0, "original_max_position_embeddings": 4096} | more
+    draft = make_draft(rope_scaling=scaling)[0].config
+    frequencies, wanted = rope_frequencies(draft, 4)
+    folder = write(tmp_path / "export", rope_scaling=scaling)
+    config = json.loads((folder / "config.json").read_text())
+    for served in (config["rope_scaling"], config["rope_parameters"]):
+        plain = 0.1 * math.log(served["factor"]) + 1
+        assert served["attention_factor"] == plain * served["attn_factor"] == pytest.approx(wanted)
+        assert not {"mscale", "mscale_all_dim"} & served.keys()  # SGLang's versions disagree on them
+    again, factor = rope_frequencies(read_draft_config(config), 4)
+    assert torch.equal(again, frequencies) and factor == pytest.approx(wanted) and check_export(folder) == []
+
+
+@pytest.mark.parametrize("lost", ["factor", "original_max_position_embeddings"])
+def test_a_yarn_scaling_that_lacks_a_number_is_named(broken, lost):
+    scaling = {"rope_type": "yarn", "factor": 4.0, "original_max_position_embeddings": 4096}
+    del scaling[lost]
+    problems = check_export(broken(change_config=lambda c: c.update(rope_scaling=scaling)))
+    assert "needs factor and original_max_position_embeddings" in problems[0]
+
+
+def test_mla_without_a_query_rank_says_null(tmp_path):
+    """vLLM asks whether it is None; with 0, it would build a low rank of nothing."""
+    folder = write(tmp_path / "export", form="mla", q_lora_rank=0)
+    config = json.loads((folder / "config.json").read_text())
+    assert config["q_lora_rank"] is None and read_draft_config(config).q_lora_rank == 0
+    assert check_export(folder) == []
 
 
 def test_other_widths_say_how_many_states(tmp_path):

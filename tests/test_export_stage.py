@@ -13,14 +13,17 @@ from stages import DEMO, only_error, run_here
 from test_export import write
 
 from common.config import Target
+from common.draft_check import inspect
 from common.errors import UserError
 from common.export import check_export
+from common.findings import SGLANG, VLLM, Findings
 from common.model_card import model_card, sglang_command
 from common.speculators_format import write_speculators
 from common.storage import Manifest
 
 FLAGS = ("--no-compile", "--unrolled-steps", 2, "--learning-rate", 0.02, "--precision", "fp32", "--epochs", 1)
 FLAGS += ("--checkpoint-every", 1, "--keep-checkpoints", 99)
+CARD_FACTS = {"chosen_step": 7, "draft": {}, "data": {}, "train": {"x": "a|b"}}
 
 
 @pytest.fixture(autouse=True, scope="module")
@@ -70,8 +73,6 @@ def test_the_card_says_what_was_measured_and_how_to_serve(run):
     words = shlex.split(re.search(r"```bash\n(vllm serve.*?)```", card, re.DOTALL)[1].replace("\\\n", " "))
     speculative = json.loads(words[words.index("--speculative-config") + 1])
     assert speculative == {"method": "eagle3", "model": served, "num_speculative_tokens": 3}
-    words = shlex.split(re.search(r"```bash\n(python -m sglang.*?)```", card, re.DOTALL)[1].replace("\\\n", " "))
-    assert words[words.index("--speculative-draft-model-path") + 1] == served
     train_rows = Manifest.load(run / "03_dataset", "03_dataset").counts["train"]
     assert "--serve-eval" in card and "| learning_rate | 0.02 |" in card and f"| train | {train_rows} |" in card
     assert "export/README.md" in Manifest.load(run / "04_draft", "04_draft").files
@@ -80,11 +81,37 @@ def test_the_card_says_what_was_measured_and_how_to_serve(run):
 
 def test_a_card_for_the_hub_without_figures():
     target = Target("some/target", reasoning_parser="kimi_k2", tensor_parallel=8, server_flags=("--trust-remote-code",))
-    card = model_card(target, "draft", {"chosen_step": 7, "draft": {}, "data": {}, "train": {"x": "a|b"}}, {}, 3)
+    card = model_card(target, "draft", CARD_FACTS, {}, 3, Findings())
     assert card.startswith("---\nbase_model: some/target\n") and "Not measured" in card and "a\\|b" in card
     command = sglang_command(target, 8000, "draft", 3).replace("\\\n", " ")
     assert "--tp-size 8" in command and "--speculative-num-draft-tokens 4" in command
     assert "--trust-remote-code" in command and "--reasoning-parser kimi_k2" in command
+
+
+def test_the_card_commands_only_engines_that_serve_the_draft(run):
+    """Whatever the defaults are: of this run, and of what either engine would be found to lack."""
+    findings = inspect(run / "04_draft/export")
+    assert printed((run / "04_draft/export/README.md").read_text()) == findings.servable() == [VLLM, SGLANG]
+    for lacking in ([], [SGLANG], [VLLM, SGLANG]):
+        findings = Findings()
+        for engine in lacking:
+            findings.error(engine, f"{engine} reads no such thing")
+        card = model_card(Target("some/target"), "draft", CARD_FACTS, {}, 3, findings)
+        assert printed(card) == findings.servable()
+        assert all(f"Not as it was trained: {engine} reads no such thing." in card for engine in lacking)
+
+
+def printed(card: str) -> list[str]:
+    """The engines that the card has a command for."""
+    return [name for name, words in ((VLLM, "vllm serve "), (SGLANG, "sglang.launch_server")) if words in card]
+
+
+@pytest.mark.parametrize("form", ["llama", "mla"])
+def test_a_draft_of_a_yarn_target_is_served_by_both(tmp_path, form):
+    """Kimi's own scaling, whose factor SGLang would make 1.42 without a word."""
+    scaling = {"type": "yarn", "factor": 64.0, "original_max_position_embeddings": 4096}
+    scaling |= {"beta_fast": 1.0, "beta_slow": 1.0, "mscale": 1.0, "mscale_all_dim": 1.0}
+    assert inspect(write(tmp_path / "e", form=form, rope_scaling=scaling)).servable() == [VLLM, SGLANG]
 
 
 def test_export_only(run):
@@ -132,7 +159,12 @@ def test_the_speculators_layout_beside_it(run):
 
 def test_the_speculators_config(tmp_path):
     """The keys that speculators 0.9 and vLLM 0.32 read (both loaded such a folder)."""
-    options = {"norm_before_fc": True, "norm_output": True, "rope_theta": 5e4, "rope_scaling": {"type": "yarn"}}
+    options = {
+        "norm_before_fc": True,
+        "norm_output": True,
+        "rope_theta": 5e4,
+        "rope_scaling": {"type": "linear", "factor": 4.0},
+    }
     write_speculators(tmp_path / "s", write(tmp_path / "e", **options), "some/target", 3)
     config = json.loads((tmp_path / "s/config.json").read_text())
     assert config["speculators_model_type"] == "eagle3" and config["draft_vocab_size"] == 6
@@ -143,7 +175,7 @@ def test_the_speculators_config(tmp_path):
     assert nested["proposal_methods"][0] | {"speculative_tokens": 3} == nested["proposal_methods"][0]
     layer = config["transformer_layer_config"]
     assert (layer["model_type"], layer["vocab_size"], layer["num_hidden_layers"]) == ("llama", 12, 1)
-    assert layer["rope_parameters"] == {"type": "yarn", "rope_type": "yarn", "rope_theta": 5e4}
+    assert layer["rope_parameters"] == {"type": "linear", "rope_type": "linear", "factor": 4.0, "rope_theta": 5e4}
 
 
 def test_what_the_speculators_layout_has_no_place_for(tmp_path):

@@ -16,8 +16,8 @@ TABLE = """
     extractors.vllm_server onpolicy extract
     vocab dataset window_extract parallel
     kernels attention draft head_loss ttt acceptance evaluation
-    training window_train forecast checkpoint export findings draft_check speculators_format model_card warm_start
-    serve_metrics serve_eval
+    training window_train forecast checkpoint export findings published draft_check speculators_format model_card
+    warm_start serve_metrics serve_eval
     charts page report_serving report flops live training_run
     demo_target demo
 """

@@ -140,6 +140,16 @@ def test_all_turns(tmp_path):
     assert one(tmp_path, {"turns": ["q", "q2"]}, turns="all").followups == [[turns[2]]]
 
 
+def test_conversations_that_part_later_share_their_opening(tmp_path):
+    """The split goes by the opening: the same first prompt, asked for each of them, is never on both sides."""
+    rows = [{"turns": turns} for turns in (["q", "a"], ["q", "b"], ["q"], ["other", "a"])]
+    every = stream(tmp_path, rows, turns="all")
+    assert len({question.key for question in every}) == 4
+    assert [question.opening for question in every[:3]] == [every[2].key] * 3 != every[3].opening
+    for question in stream(tmp_path, rows[2:], turns="first"):  # runs of "first" go on with the splits that they have
+        assert question.opening == question.key
+
+
 def test_tool_calls_are_context(tmp_path):
     called = {"role": "assistant", "content": None, "tool_calls": [{"function": CALL | {"arguments": '{"a": 1}'}}]}
     found = one(

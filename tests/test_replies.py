@@ -210,6 +210,18 @@ def test_all_turns_from_the_regenerated_history(place, tiny):
     assert [m["role"] for m in place.records[1]["messages"]] == ["user", "user"]  # two users in a row
 
 
+def test_conversations_with_one_opening_name_one_question(place):
+    """By which 03 splits: else the same prompt, asked for each of them, is trained on and held out."""
+    talks = [[{"role": role, "content": text} for role, text in talk] for talk in (
+        (("user", "q"), ("assistant", "a"), ("user", "first")),
+        (("user", "q"), ("assistant", "a"), ("user", "second")),
+        (("user", "other"),),
+    )]  # fmt: skip
+    assert place.ask([{"messages": talk} for talk in talks]).run("--turns=all")[0] == 0
+    named = {(record["messages"][0]["content"], record["source"]["question"]) for record in place.records}
+    assert len(place.records) == 5 and len(named) == 2 and len(dict(named)) == 2
+
+
 def test_too_long_for_the_context(place):
     """Case 10: dropped and counted; a reply gets what room there is."""
     code, _, _ = place.ask(["long " * 200, "short"]).run("--context-tokens=512", "--max-tokens=600")

@@ -31,6 +31,7 @@ def tensors(prefix="", head="", **changed) -> dict:
         f"{prefix}model.layers.12.shared_head.norm.weight": torch.zeros(H),
         "vision_tower.encoder.final_layernorm.weight": torch.zeros(H),
         "mm_projector.norm.weight": torch.zeros(H),
+        "multi_modal_projector.norm.weight": torch.zeros(H),  # Mistral-Small-3's
     }
     for name, tensor in changed.items():
         name = next(key for key in found if key.endswith(f"{name}.weight") and "layers" not in key and "mm" not in key)
@@ -109,7 +110,7 @@ def test_other_families_names(tmp_path, names):
 
 def test_what_was_tried_is_said(tmp_path):
     target = checkpoint(tmp_path, tensors(lm_head=None) | {"language_head.weight": HEAD})
-    with pytest.raises(UserError, match=r"tried \*\.lm_head\.weight, .* among 10 names; near: language_head\.weight"):
+    with pytest.raises(UserError, match=r"tried \*\.lm_head\.weight, .* among 11 names; near: language_head\.weight"):
         read_tensors(target, "lm_head")
 
 
@@ -164,6 +165,26 @@ def test_rows_beyond_the_vocabulary_are_padding(tmp_path):
 def test_a_tensor_that_training_cannot_use_is_refused(tmp_path, changed, role, said):
     with pytest.raises(UserError, match=said):
         read_tensors(checkpoint(tmp_path, tensors(**changed)), role)
+
+
+@pytest.mark.parametrize(("bias", "role"), [("model.norm.bias", "norm"), ("lm_head.bias", "lm_head")])
+def test_a_bias_is_refused_by_name(tmp_path, bias, role):
+    target = checkpoint(tmp_path, tensors() | {bias: torch.zeros(H)})
+    with pytest.raises(UserError, match=bias.replace(".", r"\.")):
+        read_tensors(target, role)
+    assert set(read_tensors(target, "embedding")) == {"embedding"}
+
+
+@pytest.mark.parametrize("key", ["final_logit_softcapping", "logits_soft_cap"])
+@pytest.mark.parametrize("nested", [False, True])
+def test_capped_logits_are_refused_by_name(tmp_path, key, nested):
+    for cap in (30.0, None):
+        config = CONFIG | {key: cap}
+        target = checkpoint(tmp_path, tensors(), {"text_config": config} if nested else config)
+        if cap:
+            with pytest.raises(UserError, match=f"{key} is 30.0 in its config.json"):
+                read_sizes(target)
+    assert read_sizes(target).vocab_size == V
 
 
 def test_two_candidates_are_named(tmp_path):

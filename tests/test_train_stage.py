@@ -1,6 +1,7 @@
 """Stage 04 as a whole: which checkpoint is served, what stops it, and that nothing stale is picked up."""
 
 import json
+import re
 import signal
 
 import pytest
@@ -9,9 +10,11 @@ import torch
 from safetensors.torch import load_file
 from stages import DEMO, only_error, run_here
 
+from common.config import DraftModel
 from common.export import check_export
 from common.shards import Shard
 from common.storage import Manifest
+from common.training import draft_config
 
 FLAGS = ("--no-compile", "--unrolled-steps", 2, "--learning-rate", 0.02, "--precision", "fp32", "--epochs", 1)
 
@@ -92,6 +95,36 @@ def test_case_27_the_checkpoint_with_the_best_acceptance_is_served(run, monkeypa
     best = load_file(run / "04_draft/checkpoints/step-00000002/model.safetensors")
     assert torch.equal(exported(run)["fc.weight"], best["fc.weight"].bfloat16())
     assert Manifest.load(run / "04_draft", "04_draft").counts["chosen_step"] == 2
+
+
+def test_the_report_counts_what_the_target_wrote(run):
+    """Prompt tokens are nobody's draft; of each made-up reply, all but the first five are written."""
+    assert train(run)[0] == 0
+    report = (run / "04_draft/report.html").read_text()
+    counted = re.findall(r"(\d+) tokens, (\d+) of (\d+) written ones", report)
+    assert len(counted) == 3
+    assert all(int(written) == int(tokens) - 5 >= int(hits) for tokens, hits, written in counted)
+
+
+@pytest.mark.parametrize(
+    ("scaling", "kept"),
+    [
+        ({"rope_type": "llama3", "factor": 8.0}, True),
+        ({"type": "linear", "factor": 8.0}, True),
+        ({"type": "yarn", "factor": 8.0, "original_max_position_embeddings": 4096}, True),
+        ({"rope_type": "default"}, False),
+        ({"type": "mrope", "mrope_section": [16, 24, 24]}, False),
+        ({"type": "su", "long_factor": [1.0], "short_factor": [1.0]}, False),
+        ({"rope_type": "longrope", "long_factor": [1.0], "short_factor": [1.0]}, False),
+        ({"type": "dynamic", "alpha": 1000.0}, False),
+        ({"full_attention": {"rope_type": "linear", "factor": 8.0}}, False),
+        ({}, False),
+    ],
+)
+@pytest.mark.parametrize("where", ["rope_scaling", "rope_parameters"])
+def test_a_draft_scales_as_its_target_where_all_engines_agree(scaling, kept, where):
+    config = draft_config(DraftModel(), tiny_training.TEXT | {where: scaling}, 1e-5, 3, 32)
+    assert config.rope_scaling == (scaling if kept else None)
 
 
 def test_without_held_out_samples_the_last_step_is_served(run):

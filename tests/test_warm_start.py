@@ -2,6 +2,7 @@
 
 import json
 import shutil
+from dataclasses import replace
 
 import pytest
 import tiny_training
@@ -11,10 +12,13 @@ from stages import only_error
 from test_train_stage import exported, metrics, signals, train
 
 from common.draft import Draft, DraftConfig
-from common.export import check_export, export
+from common.export import check_export, export, read_draft_config
+from common.speculators_format import write_speculators
 from common.vocab import mappings
+from common.warm_start import read_published, weight_hashes
 
 __all__ = ["signals"]
+NESTED = "eagle_aux_hidden_state_layer_ids"
 KEPT = torch.tensor([2, 5, 15, 16, *range(31, 51)])  # not what the tiny data would choose
 
 
@@ -57,6 +61,14 @@ def test_case_24_mapping_sizes_and_weights_come_along(run, published):
     assert (config["intermediate_size"], config["head_dim"], config["num_attention_heads"]) == (40, 6, 4)
 
 
+def test_a_frozen_head_is_the_published_one_out_of_shards_too(run, published, monkeypatch):
+    """Checkpoints hold what is trained; the draft that FSDP builds anew for the export takes the rest from there."""
+    monkeypatch.setattr("common.training_run.is_sharded", lambda module: True)
+    code, _, stderr = train(run, "--warm-start", published, "--no-train-head")
+    assert code == 0, stderr
+    assert torch.equal(exported(run)["lm_head.weight"], load_file(published / "model.safetensors")["lm_head.weight"])
+
+
 def test_it_learns_from_there(run, published):
     code, _, stderr = train(run, "--warm-start", published, "--epochs", 4)
     assert code == 0, stderr
@@ -94,7 +106,9 @@ def test_the_other_spelling_is_the_same_draft_wherever_it_lies(run, published):
         ({"fc.weight": torch.ones(16, 32)}, {}, "fc.weight reads 2 aux states, the shards hold 3"),
         ({}, {"eagle_aux_hidden_state_layer_ids": [1, 2, 4]}, "aux layers [1, 2, 4], the shards hold [1, 2, 3]"),
         ({"d2t": KEPT}, {}, "d2t and t2d contradict each other"),
-        ({}, {"architectures": ["LlamaForCausalLM"]}, "architectures is ['LlamaForCausalLM']"),
+        ({}, {"eagle_aux_hidden_state_layer_ids": None, "eagle_config": {NESTED: [1, 2, 4]}}, "layers [1, 2, 4], as"),
+        ({}, {"architectures": ["BertModel"]}, "architectures is ['BertModel']"),
+        ({"midlayer.self_attn.q_norm.weight": torch.ones(6)}, {}, "midlayer.self_attn.q_norm.weight is unknown"),
         ({}, {"hidden_size": None}, "no 'hidden_size' in config.json"),
     ],
 )
@@ -104,6 +118,34 @@ def test_what_does_not_fit_is_named(run, published, tensors, config, said):
     error = only_error(stderr)
     assert code == 2 and said in error and "train.warm_start" in error
     assert not (run / "04_draft/checkpoints").exists()
+
+
+def pickled(folder) -> None:
+    torch.save(load_file(folder / "model.safetensors"), folder / "pytorch_model.bin")
+    (folder / "model.safetensors").unlink()
+
+
+@pytest.mark.parametrize(
+    "rewrite",
+    [
+        lambda folder: change(folder, architectures=["LlamaForCausalLM"]),
+        lambda folder: change(folder, architectures=["Eagle3LlamaForCausalLM"]),
+        lambda folder: change(folder, rms_norm_eps=None, max_position_embeddings=None),
+        lambda folder: change(folder, eagle_aux_hidden_state_layer_ids=None),  # SGLang's count alone
+        lambda folder: write_speculators(folder, folder, "some/target", 3),
+        pickled,
+    ],
+)
+def test_what_the_check_reads_is_a_start_too(published, rewrite):
+    sizes = read_draft_config(json.loads((published / "config.json").read_text()))
+    before = read_published(str(published), sizes, tiny_training.LAYERS)
+    rewrite(published)
+    after = read_published(str(published), sizes, tiny_training.LAYERS)
+    assert after.tensors.keys() == before.tensors.keys() and torch.equal(after.d2t, before.d2t)
+    assert all(torch.equal(after.tensors[name], tensor) for name, tensor in before.tensors.items())
+    defaults = {"rms_norm_eps": after.config.rms_norm_eps}
+    defaults |= {"max_position_embeddings": after.config.max_position_embeddings}
+    assert after.config == replace(before.config, **defaults) and weight_hashes(str(published))
 
 
 def test_a_folder_without_a_draft(run, published):
