@@ -90,9 +90,10 @@ def main() -> int:
 def print_server_command(settings: Settings) -> int:
     from urllib.parse import urlsplit
 
+    from common.engines.openai_server import api_roots
     from common.serving import generation_command
 
-    port = urlsplit(settings.generate.base_urls[0]).port or 8000
+    port = urlsplit(api_roots(settings.generate.base_urls, "generate.base_urls")[0]).port or 8000
     say(generation_command(settings.target, port, settings.generate.context_tokens))
     return 0
 
@@ -207,7 +208,7 @@ def summary(folder: Path, settings: Settings, counts: Counts) -> None:
                 f"{counts.tool_calls} samples, {counts.tool_calls_in_reasoning} of them inside the reasoning",
             ),
             ("ids", listed(counts.ids_from)),
-            ("  rebuilt", f"{share(counts.mismatched, counts.compared)} differ from the server's ids"),
+            ("  rebuilt", f"{share(counts.mismatched, counts.compared)} differ from the server's ids or count"),
         ]
     if counts.other_prompt:
         rows.append(("WARNING", f"{counts.other_prompt} prompts have other tokens than our template makes"))

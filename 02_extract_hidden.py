@@ -25,7 +25,7 @@ from common.progress import say, table
 from common.protocol import load_protocol
 from common.storage import JsonlParts, Manifest, check_free_space, open_stage, stage_lock
 from common.streams import StreamReader
-from common.target import TargetSizes, planned_sizes, read_sizes, read_tensors, target_digest
+from common.target import TargetSizes, check_same_target, planned_sizes, read_sizes, read_tensors, target_digest
 from common.window import parse_size, released_shards, tokens_folder
 
 STAGE, INPUT = "02_hidden", "01_synthetic"
@@ -57,6 +57,7 @@ def main() -> int:
         return print_server_command(settings, aux_layers, sizes.layers)
     records = load_stage(source, INPUT)
     check_input(records, source)
+    check_same_target(source, records.fingerprint["target.model"], settings.target)
     reader = StreamReader(
         source, load_protocol(settings.target), sizes.vocab_size, settings.extract.max_tokens_per_sample
     )
@@ -73,7 +74,9 @@ def main() -> int:
     kind = ShardKind(settings.target.model, digest, sizes.hidden_size, aux_layers, settings.extract.store_dtype)
     window_rows = planned_lines(folder, places, kind, settings) if settings.extract.window else []
     if settings.dry_run:
-        show_plan(settings, sizes, kind, places, reader, known_ids(folder, Shard), window_rows)
+        there = {} if settings.fresh else known_samples(folder, Shard)
+        check_replies(places, there, folder)
+        show_plan(settings, sizes, kind, places, reader, there, window_rows)
         return show_forecast(settings)
     with stage_lock(folder.parent / f".{folder.name}"):
         fingerprint = records.fingerprint | settings.fingerprint()
@@ -81,7 +84,8 @@ def main() -> int:
         manifest = open_stage(folder, STAGE, fingerprint, settings.as_dict(), settings.fresh)
         window = open_window(folder, reader, places, kind, settings, fingerprint) if settings.extract.window else None
         discard_damaged(manifest, folder, hashes=settings.flags.verify)
-        there = known_ids(folder, Shard, manifest)
+        there = known_samples(folder, Shard, manifest)
+        check_replies(places, there, folder)
         show_plan(settings, sizes, kind, places, reader, there, window_rows)
         todo = [place for place in places if place.id not in there]
         needed = sum(place.tokens for place in todo) * kind.bytes_per_token()
@@ -121,14 +125,14 @@ def print_server_command(settings: Settings, aux_layers: tuple[int, ...], layers
     """The command for each extraction server, and what must be equal on both sides."""
     from urllib.parse import urlsplit
 
+    from common.engines.openai_server import api_roots
     from common.serving import extraction_command
 
-    for url in settings.extract.extract_urls:
+    for url in api_roots(settings.extract.extract_urls, "extract.extract_urls"):
         say(extraction_command(settings.target, settings.extract, urlsplit(url).port or 80, aux_layers, layers))
-    say(
-        "\n# Equal on both sides, and asserted at start-up: the model; the layer ids (the inputs of the aux layers, and"
-    )
+    say("\n# Equal on both sides, and asserted at start-up: the layer ids (the inputs of the aux layers, and")
     say(f"# {layers} for the state behind the last); the spool folder {settings.extract.spool}, which both must see.")
+    say("# The model: 02 warns when the server's has another name, and checks all states against this target's head.")
     return 0
 
 
@@ -153,12 +157,25 @@ def discard_damaged(manifest: Manifest, folder: Path, hashes: bool) -> None:
     manifest.save(folder)
 
 
-def known_ids(folder: Path, shard_class, manifest: Manifest | None = None) -> set[str]:
-    """Ids of the samples in finished shards; by a window's plan where there is one, as the shards may be gone."""
+def known_samples(folder: Path, shard_class, manifest: Manifest | None = None) -> dict[str, int]:
+    """By id, the checksum of each sample in finished shards; by a window's plan where there is one, as the shards may
+    be gone."""
     if manifest is None and not (folder / "manifest.json").exists():
-        return set()
-    manifest = manifest or Manifest.load(folder, STAGE)
-    return {fact["id"] for name in manifest.files for fact in shard_class(tokens_folder(folder) / name).facts}
+        return {}
+    manifest, there = manifest or Manifest.load(folder, STAGE), {}
+    for name in manifest.files:
+        there |= shard_class(tokens_folder(folder) / name).checksums()
+    return there
+
+
+def check_replies(places: list, there: dict[str, int], folder: Path) -> None:
+    """Raise UserError where shards hold states of other replies than the records do now."""
+    other = [place.id for place in places if there.get(place.id, place.crc) != place.crc]
+    if other:
+        raise UserError(
+            f"{folder}: the states of {len(other)} samples are of other replies than the records hold now, the first "
+            f"is {other[0]}; after 01b --fresh, run 02 --fresh too"
+        )
 
 
 def next_index(manifest: Manifest) -> int:
@@ -166,7 +183,7 @@ def next_index(manifest: Manifest) -> int:
 
 
 def show_plan(
-    settings: Settings, sizes: TargetSizes, kind, places, reader: StreamReader, there: set[str], more: list
+    settings: Settings, sizes: TargetSizes, kind, places, reader: StreamReader, there: dict[str, int], more: list
 ) -> None:
     tokens = sum(place.tokens for place in places)
     todo = sum(place.tokens for place in places if place.id not in there)

@@ -16,8 +16,8 @@ from common.forecast import ask_nobody, is_there, show_forecast, show_missing
 from common.parts import load_stage
 from common.progress import Progress, say, table
 from common.protocol import Protocol, load_protocol
-from common.storage import Manifest, atomic_path, check_fingerprint, digest, open_stage, stage_lock, write_json
-from common.target import read_sizes, read_tensors
+from common.storage import Manifest, atomic_path, digest, open_stage, stage_lock, write_json
+from common.target import check_same_target, read_sizes, read_tensors
 from common.window import check_split, tokens_folder
 
 STAGE, INPUT = "03_dataset", "02_hidden"
@@ -37,10 +37,7 @@ def main() -> int:
     bad = shards.verify(source, hashes=False)
     if bad or not shards.files:
         raise UserError(f"{source}: {f'{bad[0]} is damaged or missing' if bad else 'no shards'}; rerun 02")
-    if settings.target.model != shards.settings["target"]["model"]:
-        check_fingerprint(
-            source, {"target.model": shards.settings["target"]["model"]}, {"target.model": settings.target.model}
-        )
+    check_same_target(source, shards.fingerprint["target.model"], settings.target)
     protocol = load_protocol(settings.target)
     if settings.flags.inspect:
         return inspect(settings.flags.inspect, shards, source, protocol)

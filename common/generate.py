@@ -16,7 +16,7 @@ from common.errors import SafetyStop
 from common.planning import Planner, Unit, sampling_of
 from common.progress import Progress, say
 from common.protocol import Protocol
-from common.records import Counts, FailureList, Stored, make_record
+from common.records import Counts, FailureList, Stored, check_rebuilt, counted_tokens, make_record
 from common.schemas import Unusable
 from common.storage import JsonlParts
 
@@ -115,13 +115,16 @@ class Generation:
             record = make_record(
                 request, answer, source, self.sampling, self.protocol, self.engine.model, seconds, compare
             )
+            silent = self.watching and not record["reasoning"]
+            if not silent:
+                check_rebuilt(record)
         except EngineError as error:
             self._count_failure(id, source, str(error))
             return None
         finally:
             self.in_flight -= 1
         self.failed_in_a_row = 0
-        if self.watching and not record["reasoning"]:
+        if silent:
             self._hold(record, answer)
         else:
             self.watching = False
@@ -180,7 +183,12 @@ class Generation:
     def _store_held(self) -> None:
         held, self.held = self.held, []
         for record, _ in held:
-            self._store(record)
+            try:
+                check_rebuilt(record)
+            except EngineError as error:
+                self._count_failure(record["id"], record["source"], str(error))
+            else:
+                self._store(record)
 
     def _stop_for_silence(self) -> None:
         """Stop a thinking run whose first replies all lack reasoning: the fault that this project began with."""
@@ -188,7 +196,7 @@ class Generation:
         say("  the server sent, field by field:")
         for name, count in sorted(seen.items()):
             say(f"    message.{name} in {count} of {len(self.held)} replies")
-        counted = sum((answer.usage or {}).get("completion_tokens") or 0 for _, answer in self.held)
+        counted = sum(counted_tokens(answer.usage) or 0 for _, answer in self.held)
         written = sum(len(record["output_ids"]) for record, _ in self.held)
         hidden = counted > 1.2 * written + 16
         say(f"    usage.completion_tokens: {counted} in all; the texts received make {written} tokens")

@@ -128,10 +128,12 @@ class Planner:
 def input_fingerprint(questions: Questions, protocol: Protocol) -> dict:
     """What changes content beside the settings: a local questions file, and how the target tokenizes a chat.
 
-    The tokenizer is known by what it does, not by its file: library versions write the same one differently.
+    The tokenizer is known by what it does, not by its file: library versions write the same one differently. No whole
+    prompt is taken, since some templates print the date: a run must go on after midnight.
     """
     path = Path(questions.dataset)
     local = {"questions.sha256": sha256(path)} if path.is_file() else {}
     tokens = sorted(protocol.added.items())
-    spoken = [protocol.prompt_ids([{"role": "user", "content": SPOKEN}], thinking) for thinking in (True, False)]
-    return local | {"protocol.sha256": digest([protocol.tokenizer.chat_template, tokens, spoken])}
+    tails = [protocol.prompt_tail(thinking) for thinking in (True, False)]
+    spoken = [protocol.tokenizer.chat_template, tokens, protocol.text_ids(SPOKEN), tails]
+    return local | {"protocol.sha256": digest(spoken)}

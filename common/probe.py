@@ -15,7 +15,7 @@ from common.engines.reading import REASONING_FIELDS, field_kinds, read_reply
 from common.planning import sampling_of
 from common.progress import say, table
 from common.protocol import Protocol
-from common.records import make_record
+from common.records import check_rebuilt, make_record
 
 QUESTION = "What is 17 times 23? Think it through, then answer in one sentence."
 LONGEST_TOKENS, TIMEOUT_S = 1024, 600.0
@@ -98,6 +98,10 @@ def _judge(request: Request, answer: Answer, sampling, protocol: Protocol, model
     if record:
         say(f"{protocol.decode(prompt_ids)} | {protocol.decode(record['output_ids'])}")
         problems += _problems(answer, record, protocol, sampling.thinking)
+        try:
+            check_rebuilt(record)
+        except EngineError as error:
+            problems.append(str(error))
     if record and not known:
         say("  note: without ids from the server they are rebuilt from text; vLLM sends them for return_token_ids")
     return problems

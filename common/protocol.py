@@ -65,7 +65,8 @@ class Protocol:
             return None
         id = self.tokenizer.convert_tokens_to_ids(token)
         if id is None or self.tokenizer.encode(token, add_special_tokens=False) != [id]:
-            raise UserError(f"target.{key}: the tokenizer has no single token {token!r}; set the right name")
+            none = "; --think-open '' for a target that does not think" if key == "think_open" else ""
+            raise UserError(f"target.{key}: the tokenizer has no single token {token!r}; set the right name{none}")
         if wanted >= 0 and id != wanted:
             raise UserError(
                 f"target.{key}: {token!r} is id {id} in this tokenizer, the config says {wanted}: "
@@ -147,10 +148,15 @@ class Protocol:
 
     def opener_in_prompt(self, prompt_ids: list[int]) -> bool:
         """Whether the generation prompt leaves the reasoning open, so that the reply starts inside it."""
-        for id in reversed(prompt_ids[-GENERATION_TAIL:]):
-            if id in (self.think_open, self.think_close):
-                return id == self.think_open
-        return False
+        return self.think_open is not None and self._last_marker(prompt_ids) == self.think_open
+
+    def closer_in_prompt(self, prompt_ids: list[int]) -> bool:
+        """Whether the generation prompt holds an empty block, so that the reply is content from its first token on."""
+        return self.think_close is not None and self._last_marker(prompt_ids) == self.think_close
+
+    def _last_marker(self, prompt_ids: list[int]) -> int | None:
+        markers = (self.think_open, self.think_close)
+        return next((id for id in reversed(prompt_ids[-GENERATION_TAIL:]) if id in markers), None)
 
     # ---- replies ----
 
@@ -211,10 +217,9 @@ class Protocol:
         """
         said = [self.decode(ids) for ids in (reply.reasoning_ids, reply.content_ids)]
         got = [reasoning or "", content or ""]
-        if not reasoning and (
-            reply.closed or not content
-        ):  # the server keeps the reasoning to itself: nothing to check
-            said[0] = ""
+        whole = self.closer in got[1] and self.closer not in said[1]  # not parsed, and its opener dropped
+        if not reasoning and not whole and (reply.closed or not content):
+            said[0] = ""  # the server keeps the reasoning to itself: nothing to check
         if [text.strip() for text in said] == [text.strip() for text in got]:
             return None  # the usual case, thirty times faster than the rest
         said, got = ([self._blank.sub("", text) for text in side] for side in (said, got))

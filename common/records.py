@@ -6,7 +6,7 @@
 import json
 from array import array
 from collections import Counter
-from dataclasses import asdict, dataclass, field
+from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
 
 from common.engines.interface import Answer, EngineError, Request, Sampling
@@ -36,7 +36,7 @@ class Counts:
     tool_calls: int = 0
     tool_calls_in_reasoning: int = 0
     other_prompt: int = 0  # the server's prompt is not the one that our template makes
-    compared: int = 0  # replies with ids that were also rebuilt from text
+    compared: int = 0  # replies whose rebuilt ids could be held against the server's ids, or their number
     mismatched: int = 0
     finish_reasons: Counter = field(default_factory=Counter)
     reasoning_fields: Counter = field(default_factory=Counter)
@@ -128,6 +128,10 @@ def make_record(
     """
     known = answer.prompt_ids is not None and answer.output_ids is not None
     prompt_ids = answer.prompt_ids if known else request.prompt_ids
+    thought = known and protocol.split(prompt_ids, answer.output_ids).reasoning_ids
+    if not sampling.thinking and not answer.content and protocol.closer_in_prompt(prompt_ids) and not thought:
+        # The parser waited for a closing token, which stands in the prompt, and took the whole reply for reasoning.
+        answer = replace(answer, reasoning=None, content=answer.reasoning, reasoning_field="")
     rebuilt = None
     if compare or not known:
         rebuilt = protocol.reconstruct(prompt_ids, answer.reasoning, answer.content, answer.finish_reason)
@@ -138,6 +142,11 @@ def make_record(
         reasoning, content, field = _read_by_ids(request, answer, sampling, protocol)
     else:
         reasoning, content, field = answer.reasoning, answer.content, answer.reasoning_field
+    equal = None
+    if known and compare:
+        equal = rebuilt == output_ids
+    elif not known and (counted := counted_tokens(answer.usage)) is not None:
+        equal = counted == len(rebuilt)
     said = (answer.usage or {}).get("prompt_tokens")
     as_ours = prompt_ids == request.prompt_ids if known else said in (None, len(prompt_ids))
     return {
@@ -153,7 +162,7 @@ def make_record(
         "received": {
             "reasoning_field": field,
             "prompt_as_ours": as_ours,
-            "rebuilt_equal": rebuilt == output_ids if known and compare else None,
+            "rebuilt_equal": equal,
         },
         "usage": answer.usage,
         "sampling": asdict(sampling) | {"seed": request.seed},
@@ -161,6 +170,28 @@ def make_record(
         "server": answer.server,
         "seconds": round(seconds, 3),
     }
+
+
+def counted_tokens(usage: dict | None) -> int | None:
+    """The tokens of a reply as the server counts them, where it does."""
+    counted = (usage or {}).get("completion_tokens")
+    return counted if type(counted) is int else None
+
+
+def check_rebuilt(record: dict) -> None:
+    """Raise EngineError where ids were rebuilt from text that is not all that the server wrote.
+
+    Not part of `make_record`: of replies without reasoning the whole run has more to say.
+    """
+    counted, rebuilt = counted_tokens(record["usage"]), len(record["output_ids"])
+    if record["ids_from"] == "server" or counted is None:
+        return
+    if abs(counted - rebuilt) > 16 + 0.2 * counted:  # another spelling of the same text differs by less
+        raise EngineError(
+            f"the server counts {counted} completion_tokens, the text it sent makes {rebuilt}: something was lost on "
+            "the way; --probe looks at one reply closely",
+            retry=False,
+        )
 
 
 def _read_by_ids(
@@ -186,9 +217,12 @@ def _read_by_ids(
     problem = protocol.text_differs(reply, answer.reasoning, answer.content, parsed)
     if problem:
         raise EngineError(f"the reply contradicts itself: {problem}", retry=False)
+    if answer.reasoning and not reply.reasoning_ids:  # the parser took for reasoning what the target wrote as content
+        return None, protocol.decode(reply.content_ids), ""
     if parsed or answer.reasoning_field == "ids" or not reply.reasoning_ids:
         return answer.reasoning, answer.content, answer.reasoning_field
     # No parser split it, or not where the target did: a reply cut inside its reasoning shows no marker in its text.
-    in_content = bool(answer.reasoning or (answer.content and not reply.closed))
+    shown = not reply.closed or protocol.closer in (answer.content or "")
+    in_content = bool(answer.reasoning or (answer.content and shown))
     reasoning, content = protocol.decode(reply.reasoning_ids), protocol.decode(reply.content_ids) or None
     return reasoning, content, "content" if in_content else "ids"

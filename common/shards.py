@@ -10,6 +10,7 @@ memory does not grow with the shard). Facts for each sequence are JSON in the me
 
 import json
 import os
+import zlib
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -166,6 +167,12 @@ class Shard:
         if name == "aux_hidden" and rows.dtype == torch.float8_e4m3fn:
             return from_fp8(rows, self.file.get_slice("aux_scale")[start:stop])
         return rows
+
+    def checksums(self) -> dict[str, int]:
+        """By id, the CRC-32 of each sequence's token ids, as common/streams.py has it of the record."""
+        ids = self.file.get_tensor("input_ids").numpy()
+        spans = zip(self.offsets, self.offsets[1:], strict=False)
+        return {facts["id"]: zlib.crc32(ids[a:b]) for facts, (a, b) in zip(self.facts, spans, strict=True)}
 
     def sequence(self, i: int) -> tuple[Tensor, Tensor, States]:
         """(ids int32 [T], mask uint8 [T], states) of sequence i."""

@@ -8,6 +8,7 @@ not grow with the run.
 
 import json
 import re
+import zlib
 from array import array
 from collections import Counter
 from collections.abc import Iterator
@@ -36,13 +37,17 @@ class Stream:
 
 @dataclass(frozen=True)
 class Place:
-    """Where a record's line lies, the tokens of its stream after cutting, and which question it answers."""
+    """Where a record's line lies, the tokens of its stream after cutting, their CRC-32, and which question it answers.
+
+    An id says what was asked, and not what came: 01b made anew gives other replies under the same ids.
+    """
 
     id: str
     path: Path
     offset: int
     tokens: int
     question: str = ""
+    crc: int = 0
 
 
 class StreamReader:
@@ -71,10 +76,10 @@ class StreamReader:
                         self.rejected[re.sub(r"\d+", "N", problem)] += 1  # one line a reason, not one a length
                         self.rejects.append({"id": record["id"], "reason": problem})
                     else:
-                        tokens = len(record["prompt_ids"]) + len(record["output_ids"])
-                        self.cut += bool(self.max_tokens) and tokens > self.max_tokens
-                        tokens = min(tokens, self.max_tokens or tokens)
-                        found.append(Place(record["id"], path, offset, tokens, _question(record)))
+                        ids = record["prompt_ids"] + record["output_ids"]
+                        self.cut += bool(self.max_tokens) and len(ids) > self.max_tokens
+                        ids = array("i", ids[: self.max_tokens or None])
+                        found.append(Place(record["id"], path, offset, len(ids), _question(record), zlib.crc32(ids)))
                     offset += len(line)
         return found
 

@@ -101,6 +101,21 @@ def planned_sizes(target: Target, known: Sizes) -> TargetSizes:
         return TargetSizes(hidden, layers, vocab, eps, tied=False, text=text)
 
 
+def weights_name(model: str) -> str:
+    """The name by which weights are known wherever they lie: the repository's, or the folder's, in small letters."""
+    cached = [part for part in Path(model).parts if part.startswith("models--")]  # the hub's cache names by hashes
+    return (cached[-1].split("--")[-1] if cached else Path(model).name).lower()
+
+
+def check_same_target(folder: Path, stored: str, target: Target) -> None:
+    """Raise UserError where a stage's folder was made with another target than the one that is set."""
+    if weights_name(stored) != weights_name(target.model):
+        raise UserError(
+            f"{folder} was made with another target (target.model: {stored!r} there, {target.model!r} now). A draft "
+            "learns replies and states of one and the same model: set --model to it, or use another --run-dir"
+        )
+
+
 def target_digest(target: Target) -> str:
     """A hash that changes with the target: its config and the names and sizes of its weight files."""
     files = sorted(Path(target.model).glob("*.safetensors*")) if Path(target.model).is_dir() else []

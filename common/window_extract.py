@@ -36,8 +36,9 @@ def open_window(
     window, samples = Window(folder), _samples(places)
     if window.plan.counts["samples"] != samples:
         raise UserError(
-            f"{folder / PLAN} is the plan of {window.plan.counts['sequences']} samples, now there are {len(places)} or "
-            "others: the plan of a window is fixed. Use the same records and --n to resume, or --fresh to plan anew"
+            f"{folder / PLAN} is the plan of {window.plan.counts['sequences']} samples, now there are {len(places)}, "
+            "or others, or other replies: the plan of a window is fixed. Use the same records and --n to resume, or "
+            "--fresh to plan anew"
         )
     window.delete_released()
     return window
@@ -122,5 +123,5 @@ def _write_tokens(path: Path, streams: list[Stream], kind: ShardKind) -> None:
 
 
 def _samples(places: list[Place]) -> str:
-    """What a plan is of: every sample and its length."""
-    return digest({place.id: place.tokens for place in places})
+    """What a plan is of: every sample, its length and its tokens."""
+    return digest({place.id: [place.tokens, place.crc] for place in places})

@@ -31,6 +31,8 @@ class ExtractionServer:
         self.spool, self.states_of, self.delay_s = spool, states_of, delay_s
         self.behave: Callable[[int, list[int]], str | None] = lambda number, ids: None
         self.tells: dict | None = None  # what /server_info tells of the connector; None: the page is not there
+        self.model: dict = {"id": MODEL}  # as /v1/models lists it
+        self.models: dict | bytes | None = None  # what is there instead of a list of it
         self.max_model_len, self.names_files, self.held_s = 4096, True, 0.5
         self.asked: list[list[int]] = []
         self.most_files, self.writers, self.guard, self.over = 0, [], threading.Lock(), threading.Event()
@@ -139,7 +141,8 @@ class _Handler(BaseHTTPRequestHandler):
     def do_GET(self) -> None:
         fake = self.fake
         if self.path == "/v1/models":
-            self._send(200, {"object": "list", "data": [{"id": MODEL, "max_model_len": fake.max_model_len}]})
+            model = fake.model | {"max_model_len": fake.max_model_len}
+            self._send(200, {"object": "list", "data": [model]} if fake.models is None else fake.models)
         elif self.path.startswith("/server_info") and fake.tells is not None:
             config = {"kv_transfer_config": {"kv_connector_extra_config": fake.tells}}
             self._send(200, {"vllm_config": config})
@@ -148,7 +151,7 @@ class _Handler(BaseHTTPRequestHandler):
 
     def do_POST(self) -> None:
         body = json.loads(self.rfile.read(int(self.headers["content-length"])))
-        assert body["max_tokens"] == 1 and body["model"] == MODEL, body
+        assert body["max_tokens"] == 1 and body["model"] == self.fake.model["id"], body
         status, answer = self.fake.complete(body["prompt"], self.headers["X-Request-Id"])
         if status and self.fake.httpd is self.server:  # a kept connection outlives `stop`
             self._send(status, answer)

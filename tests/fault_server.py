@@ -38,6 +38,7 @@ class FaultServer:
     def __init__(self, protocol: Protocol, form: str = "reasoning", ids: bool = True, delay_s: float = 0.0):
         self.protocol, self.form, self.ids, self.delay_s = protocol, form, ids, delay_s
         self.behave: Callable[[int, dict], Reply | dict | None] = lambda number, body: None
+        self.models: dict | bytes = {"object": "list", "data": [{"id": MODEL, "object": "model"}]}
         self.bodies: list[dict] = []
         self.at: list[float] = []  # when each request came
         self.keys: set[str] = set()  # authorization headers
@@ -100,7 +101,7 @@ class FaultServer:
     async def _respond(self, writer, method: str, path: str, sent: bytes) -> bool:
         """Send one response; False: the connection is to be broken."""
         if path == "/v1/models":
-            return await self._send(writer, Reply(body={"object": "list", "data": [{"id": MODEL, "object": "model"}]}))
+            return await self._send(writer, Reply(body=self.models))
         if path == "/version":
             return await self._send(writer, Reply(body={"version": "0.0-fake"}))
         if path != "/v1/chat/completions" or method != "POST":

@@ -39,11 +39,28 @@ def test_help_answers_at_once():
         (["--model=./nowhere"], "no such folder: ./nowhere"),
         (["--think-close-id=7"], "the config says 7"),
         (["--served-model=other"], "serves fake, not 'other'"),
+        (["--think-open=<thought>"], "--think-open '' for a target that does not think"),
+        (["--base-urls", "localhost:8000"], "generate.base_urls: 'localhost:8000' must start with http"),
     ],
 )
 def test_mistakes_are_one_line(place, flags, said):
     code, _, err = place.ask(2).run(*flags)
     assert code == 2 and said in only_error(err)
+
+
+@pytest.mark.parametrize("page", [b"<html>login</html>", b"", {}, {"data": None}, {"data": []}, {"data": [{}]}, []])
+def test_a_page_that_is_no_list_of_models_is_one_line(place, page):
+    place.server.models = page
+    code, _, err = place.ask(2).run()
+    assert code == 2 and f"{place.server.url} (no list of models but " in only_error(err)
+
+
+@pytest.mark.parametrize("more", [[], ["--print-server-command"]])
+def test_no_server_at_all_is_one_line(place, more):
+    flags = [flag for flag in place.ask(1).flags(*more) if not flag.startswith("--base-urls")]
+    (place.folder / "empty.toml").write_text("[generate]\nbase_urls = []\n")
+    code, _, err = run_here("01", *flags)
+    assert code == 2 and "generate.base_urls is empty" in only_error(err)
 
 
 def test_server_command_is_printed(place):

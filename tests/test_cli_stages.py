@@ -54,7 +54,7 @@ def test_an_input_of_nothing_is_one_line_and_exit_2(stage, tmp_path, demo_target
     """The stage before ran and found nothing, or was killed before its first file."""
     folder = tmp_path / INPUTS[stage]
     folder.mkdir()
-    Manifest(INPUTS[stage], {}, {"target": {"model": str(demo_target)}}).save(folder)
+    Manifest(INPUTS[stage], {"target.model": str(demo_target)}).save(folder)
     said = fails(stage, "--config", DEMO, "--run-dir", tmp_path)
     assert str(folder) in said
     assert not (tmp_path / "02_hidden").exists() or stage != "02"

@@ -3,36 +3,21 @@
 import fcntl
 import os
 import time
-from array import array
 from pathlib import Path
 
 import pytest
 import torch
 from extraction_server import ExtractionServer
+from tiny_extractor import AUX, HIDDEN, extractor, states_of, stream
 
-from common.config import Extract, Target
-from common.errors import SafetyStop, UserError
+from common.errors import SafetyStop
 from common.extract import find_fault
 from common.extractors.interface import ExtractError
 from common.extractors.vllm_server import VllmExtractor
 from common.shards import ShardKind, States
 from common.streams import Stream
-from common.target import TargetSizes
 
-AUX, DEPTH, HIDDEN = (1, 2, 3), 6, 8
-LAYERS = [*AUX, DEPTH]
-SIZES = TargetSizes(HIDDEN, DEPTH, 1000, 1e-5, False, {})
 KIND = ShardKind("t", "", HIDDEN, AUX)
-
-
-def states_of(ids: list[int]) -> torch.Tensor:
-    """Some states [T, layer ids, H] that tell ids, rows and layers apart."""
-    generator = torch.Generator().manual_seed(sum(ids) * 31 + len(ids))
-    return torch.randn(len(ids), len(LAYERS), HIDDEN, generator=generator).bfloat16()
-
-
-def stream(number: int, tokens: int = 20) -> Stream:
-    return Stream(f"s{number}", array("i", range(number, number + tokens)), array("B", [1] * tokens))
 
 
 @pytest.fixture(autouse=True)
@@ -51,12 +36,6 @@ def spool(tmp_path) -> Path:
 def server(spool):
     with ExtractionServer(spool, states_of) as server:
         yield server
-
-
-def extractor(*servers: ExtractionServer, spool: Path, **settings) -> VllmExtractor:
-    known = {"extract_urls": tuple(server.url for server in servers), "spool": str(spool), "extract_timeout_s": 10.0}
-    known |= {"max_tokens_per_sample": 1024, "extract_concurrency": 4}
-    return VllmExtractor(Target(model="t"), Extract(**{**known, **settings}), AUX, SIZES)
 
 
 def fetch(made: VllmExtractor, streams: list[Stream]) -> dict[str, States | ExtractError]:
@@ -234,39 +213,3 @@ def test_one_of_two_servers_dies(server, spool):
         assert len(found) == 40 and all(isinstance(result, States) for result in found.values())
         assert len(server.asked) > 20 and len(other.asked) > 2
     assert list(spool.iterdir()) == []
-
-
-@pytest.mark.parametrize(
-    ("change", "said"),
-    [
-        ({"tells": {"layer_ids": [2, 3, 4, 6]}}, "extracts layers [2, 3, 4, 6], this config needs [1, 2, 3, 6]"),
-        (
-            {"tells": {"layer_ids": LAYERS, "shared_storage_path": "/tmp/other"}},
-            "writes to /tmp/other, extract.spool is",
-        ),
-        ({"max_model_len": 1024}, "takes 1024 tokens"),
-    ],
-)
-def test_a_server_for_another_config_is_refused(server, spool, change, said):
-    server.tells = {"layer_ids": LAYERS, "shared_storage_path": str(spool)}
-    assert "does not say" not in extractor(server, spool=spool).description
-    for name, value in change.items():
-        setattr(server, name, value)
-    with pytest.raises(UserError) as error:
-        extractor(server, spool=spool)
-    assert said in str(error.value)
-
-
-def test_a_server_that_tells_nothing_is_probed(server, spool):
-    assert "does not say which layers it extracts" in extractor(server, spool=spool).description
-    extractor(server, spool=spool).probe(stream(0, tokens=50))
-    assert server.asked == [list(range(16))]
-    server.behave = lambda number, ids: "other layers"
-    with pytest.raises(UserError, match="the server must extract layers"):
-        extractor(server, spool=spool).probe(stream(0))
-    server.stop()
-    with pytest.raises(UserError, match="no server answers at"):
-        extractor(server, spool=spool)
-
-
-# ---- 02 with such a server ----

@@ -142,6 +142,24 @@ def test_server_that_dies_and_comes_back(place, tiny):
     check_sound(place.records, tiny)
 
 
+def test_a_proxy_may_show_its_own_page_until_the_server_is_back(place, tiny):
+    models = place.server.models
+
+    def behave(number, body):
+        if number == 20:
+            place.server.models = b"<html>starting</html>"
+            place.server.loop.create_task(place.server._stop())
+            threading.Timer(0.2, place.server.start).start()
+            threading.Timer(0.8, setattr, (place.server, "models", models)).start()
+        return None
+
+    place.server.behave = behave
+    code, _, err = place.ask(60).run("--concurrency=4", "--retries=2", "--outage-s=10")
+    assert code == 0, err
+    assert len(place.records) == 60 and place.counts["failed"] == 0
+    check_sound(place.records, tiny)
+
+
 def test_two_servers_share_the_load_and_one_may_die(place, tiny):
     with FaultServer(tiny, delay_s=0.01) as other:
         place.server.delay_s = 0.03

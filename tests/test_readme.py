@@ -17,7 +17,13 @@ from tests.rehearse.documents import EXEMPT, PROGRAMS, PROMISES, README, RUNBOOK
 
 DOCUMENTS = (README, RUNBOOK)
 PORTS = {"draft_port": 1, "rendezvous_port": 2, "generation_port": 3, "extraction_port": 4}
-FOREIGN = {"--port", "--max-model-len", "--reasoning-parser", "--nproc-per-node"}  # vLLM's and torchrun's own
+FOREIGN = {
+    "--port",
+    "--max-model-len",
+    "--reasoning-parser",
+    "--nproc-per-node",
+    "--shm-size",
+}  # of vLLM, torchrun, Docker
 RANKS = 2  # what the rehearsal's machine has room for
 
 ALL = [(document, command) for document in DOCUMENTS for block in documents.blocks(document)

@@ -1,7 +1,7 @@
 """What 01b makes of the replies that servers send: cases 1 to 12, 15 and 16 over HTTP."""
 
 import pytest
-from fault_server import FORMS, FaultServer, Reply
+from fault_server import FaultServer, Reply
 from generation import Place, asked, check_sound
 from stages import only_error
 
@@ -10,25 +10,6 @@ from stages import only_error
 def place(tiny, tiny_target, tmp_path):
     with FaultServer(tiny) as server:
         yield Place(tmp_path, tiny_target, server)
-
-
-@pytest.mark.parametrize("ids", [True, False])
-def test_every_form_gives_the_same_ids(place, tiny, ids):
-    """Cases 1 and 11: one server, each form in turn, equal streams."""
-    place.server.ids = ids
-    streams = []
-    for form in FORMS[:5]:
-        place.server.form = form
-        place.folder = place.folder / form
-        place.folder.mkdir()
-        code, out, err = place.ask(3).run()
-        assert code == 0, err
-        check_sound(place.records, tiny)
-        streams.append(sorted(r["output_ids"] for r in place.records))
-        field = "content" if form.startswith("content") else "reasoning" if form == "both" else form
-        assert place.counts["reasoning_fields"] == {field: 3} and f"field: {field} 3" in out
-        assert place.counts["ids_from"] == {"server" if ids else "reconstructed": 3}
-    assert all(stream == streams[0] for stream in streams)
 
 
 def test_reasoning_that_only_the_ids_carry(place, tiny):

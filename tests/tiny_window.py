@@ -69,7 +69,7 @@ def build(folder: Path) -> Path:
         ids = {"prompt_ids": prompt, "output_ids": [*output, protocol.end]}
         parts.append({"id": f"{number:064x}", "source": question, "finish_reason": "stop", **ids})
     parts.close()
-    manifest = Manifest("01_synthetic", {"made": "up"}, complete=True)
+    manifest = Manifest("01_synthetic", {"target.model": str(target)}, complete=True)
     manifest.add_file(source, "part-00000.jsonl")
     manifest.save(source)
     return config

@@ -15,7 +15,7 @@ from dataclasses import dataclass
 from common.chat import on_the_wire
 from common.config import Generate
 from common.engines.interface import Answer, EngineError, Request, Sampling
-from common.engines.reading import read_reply
+from common.engines.reading import read_models, read_reply
 from common.errors import UserError
 from common.protocol import Protocol
 
@@ -53,8 +53,7 @@ class OpenAIServers:
 
         # Retries and deadlines are counted, paced and reported by the generation loop, not by the client.
         timeout = Timeout(None, connect=CONNECT_TIMEOUT_S)
-        for url in self.settings.base_urls:
-            url = api_root(url)
+        for url in api_roots(self.settings.base_urls, "generate.base_urls"):
             client = AsyncOpenAI(base_url=url, api_key=self.settings.api_key, max_retries=0, timeout=timeout)
             self.servers.append(Server(url, client))
         try:
@@ -79,12 +78,10 @@ class OpenAIServers:
 
         try:
             async with asyncio.timeout(3 * CONNECT_TIMEOUT_S):
-                names = [model.id async for model in server.client.models.list()]
+                names = [model["id"] for model in read_models(await listed(server.client))]
         except (openai.OpenAIError, TimeoutError, ValueError) as error:
             reason = str(error) or type(error).__name__
             raise UserError(f"no server answers at {server.url} ({reason}); start it or set --base-urls") from None
-        if not names:
-            raise UserError(f"{server.url} lists no model; is it an OpenAI-compatible server? set --base-urls")
         self.model = self.model or names[0]
         if self.model not in names:
             raise UserError(f"{server.url} serves {', '.join(names)}, not {self.model!r}; set --served-model")
@@ -148,7 +145,7 @@ class OpenAIServers:
             await asyncio.sleep(POLL_S)
             try:
                 async with asyncio.timeout(CONNECT_TIMEOUT_S):
-                    await server.client.models.list()
+                    read_models(await listed(server.client))
             except (openai.OpenAIError, TimeoutError, ValueError):
                 continue
             server.down = False
@@ -163,6 +160,11 @@ class OpenAIServers:
         return True
 
 
+async def listed(client) -> str:
+    """The raw body of /v1/models: a page of a proxy's, which the client's types would choke on, comes as it is."""
+    return (await client.models.with_raw_response.list()).text
+
+
 def arguments_of(body: dict) -> dict:
     """A JSON body as arguments of the openai client. What it has no argument for goes through `extra_body`, which lands
     at the top level of the JSON: where a server looks for template arguments."""
@@ -170,12 +172,15 @@ def arguments_of(body: dict) -> dict:
     return known | {"extra_body": {key: value for key, value in body.items() if key not in KNOWN}}
 
 
-def api_root(url: str) -> str:
-    """A base URL as the client wants it, with /v1 where only host and port were given."""
-    url = url.rstrip("/")
-    if not url.startswith(("http://", "https://")):
-        raise UserError(f"--base-urls: {url!r} must start with http:// or https://")
-    return url if url.count("/") > 2 else f"{url}/v1"
+def api_roots(urls: tuple[str, ...], setting: str) -> list[str]:
+    """Base URLs as the client wants them, with /v1 where only host and port were given; `setting` names them."""
+    if not urls:
+        raise UserError(f"{setting} is empty: name one server at least, as http://localhost:8000/v1")
+    roots = [url.rstrip("/") for url in urls]
+    for root in roots:
+        if not root.startswith(("http://", "https://")):
+            raise UserError(f"{setting}: {root!r} must start with http:// or https://")
+    return [root if root.count("/") > 2 else f"{root}/v1" for root in roots]
 
 
 def server_version(url: str) -> str:

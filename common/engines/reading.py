@@ -1,4 +1,4 @@
-"""Reading a chat completion from the body that was received, wherever the server put the reasoning.
+"""Reading a chat completion from the body that was received, wherever the server put the reasoning; and the models.
 
 The openai client's typed objects hide fields that they do not know: that is how `reasoning` was once lost. So nothing
 here looks at them.
@@ -16,7 +16,8 @@ FINISHED = ("stop", "length", "tool_calls", "function_call", "content_filter")
 def read_reply(text: str, protocol: Protocol, opened: bool, server: str = "") -> Answer:
     """The answer in a chat completion's raw body; raises EngineError for a body that is none.
 
-    `opened`: the prompt leaves the reasoning open, so that markers in the content are the target's own.
+    `opened`: the prompt leaves the reasoning open, so that a closing marker in the content is the target's own. So is
+    an opening one at its start, where the target writes both.
     """
     try:
         body = json.loads(text)
@@ -33,9 +34,14 @@ def read_reply(text: str, protocol: Protocol, opened: bool, server: str = "") ->
         raise EngineError(f"the content is no text but {_kind(content)}", retry=False)
     field = next((name for name in REASONING_FIELDS if _is_text(message.get(name))), "")
     reasoning = message.get(field)
-    if not field and content and opened and _shows_reasoning(content, protocol):
+    begins = protocol.think_open is not None and (content or "").lstrip().startswith(protocol.opener)
+    if not field and content and (begins or (opened and protocol.closer in content)):
         field = "content"
         reasoning, content = protocol.split_text(content, opened)
+    elif field and begins:
+        inner, rest = protocol.split_text(content, opened)
+        if inner.strip() == reasoning.strip():  # some servers copy the reasoning out and leave the block where it was
+            content = rest
     usage = body.get("usage")
     return Answer(
         finish_reason=finish_reason,
@@ -50,9 +56,15 @@ def read_reply(text: str, protocol: Protocol, opened: bool, server: str = "") ->
     )
 
 
-def _shows_reasoning(content: str, protocol: Protocol) -> bool:
-    """A closing marker, or an opening one at the start, that no parser took out of the content."""
-    return protocol.closer in content or content.lstrip().startswith(protocol.opener)
+def read_models(text: str) -> list[dict]:
+    """The models that a server lists, from the raw body of /v1/models; raises ValueError for a body that is none."""
+    try:
+        models = json.loads(text)["data"]
+        if models and all(isinstance(model["id"], str) for model in models):
+            return models
+    except (ValueError, KeyError, TypeError):
+        pass
+    raise ValueError(f"no list of models but {_shortly(text)}")
 
 
 def field_kinds(value: dict) -> dict[str, str]:
@@ -80,5 +92,10 @@ def _ids(value) -> list[int] | None:
 
 def _no_reply(text: str) -> str:
     """Why a body with status 200 is no reply: the server's own error message where it has one."""
+    return f"no chat completion but {_shortly(text)}"
+
+
+def _shortly(text: str) -> str:
+    """The beginning of a received body in one line."""
     said = " ".join(text.split())[:200]
-    return f"no chat completion but {said!r}" if said else "an empty body"
+    return repr(said) if said else "an empty body"

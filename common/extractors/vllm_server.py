@@ -6,6 +6,7 @@ vLLM; the servers and this client share a folder (`extract.spool`).
 """
 
 import json
+import shutil
 import threading
 import time
 import urllib.request
@@ -20,12 +21,16 @@ import torch
 from safetensors import SafetensorError, safe_open
 
 from common.config import Extract, Target
+from common.engines.openai_server import api_roots
+from common.engines.reading import read_models
 from common.errors import SafetyStop, UserError
 from common.extractors.interface import ExtractError
 from common.extractors.spool import Spool
+from common.progress import say
 from common.shards import States
 from common.streams import Stream
-from common.target import TargetSizes
+from common.target import TargetSizes, weights_name
+from common.window import gb
 
 PROBE_TOKENS = 16
 RESTED_S = 10.0  # a server that failed is asked again only after so long, while others answer
@@ -55,11 +60,13 @@ class VllmExtractor:
         self.target, self.settings, self.sizes = target, settings, sizes
         self.layers = [*aux_layers, sizes.layers]
         options = {"api_key": "EMPTY", "max_retries": 0, "timeout": settings.extract_timeout_s}
-        self.servers = [Server(url, openai.OpenAI(base_url=url, **options)) for url in settings.extract_urls]
+        urls = api_roots(settings.extract_urls, "extract.extract_urls")
+        self.servers = [Server(url, openai.OpenAI(base_url=url, **options)) for url in urls]
         self.unnamed = [server.url for server in self.servers if not self._check_server(server)]
         self.spool = Spool(Path(settings.spool))
+        self._check_spool()
         self.lock, self.failed_in_a_row = threading.Lock(), 0
-        self.description = f"vLLM at {', '.join(settings.extract_urls)}, {settings.extract_concurrency} in flight"
+        self.description = f"vLLM at {', '.join(urls)}, {settings.extract_concurrency} in flight"
         if self.unnamed:
             self.description += (
                 f"; {', '.join(self.unnamed)} does not say which layers it extracts (VLLM_SERVER_DEV_MODE=1 makes it)"
@@ -73,11 +80,17 @@ class VllmExtractor:
         Returns whether the server told its layer list: without it only count and width of the states can be checked.
         """
         try:
-            model = server.client.models.list().data[0]
-        except (openai.OpenAIError, IndexError) as error:
+            model = read_models(server.client.models.with_raw_response.list().text)[0]
+        except (openai.OpenAIError, ValueError) as error:
             raise UserError(f"no server answers at {server.url} ({error}); {START_HINT}") from None
-        server.model, longest = model.id, getattr(model, "max_model_len", None)
-        if longest and longest <= self.settings.max_tokens_per_sample:
+        server.model, longest = model["id"], model.get("max_model_len")
+        served = [str(model[key]) for key in ("id", "root") if model.get(key)]
+        if weights_name(self.target.model) not in map(weights_name, served):  # a folder of weights may have any name
+            say(
+                f"  WARNING   {server.url} serves {', '.join(dict.fromkeys(served))}; target.model is "
+                f"{self.target.model}: states of another model make a useless draft"
+            )
+        if type(longest) is int and longest <= self.settings.max_tokens_per_sample:
             raise UserError(
                 f"{server.url} takes {longest} tokens; a stream of extract.max_tokens_per_sample "
                 f"{self.settings.max_tokens_per_sample} needs one more: restart it so, or lower the setting"
@@ -91,6 +104,18 @@ class VllmExtractor:
                 f"{server.url} writes to {spool}, extract.spool is {self.settings.spool}; set --spool {spool}"
             )
         return "layer_ids" in told
+
+    def _check_spool(self) -> None:
+        """Warn where the spool can't hold what all requests in flight may leave: a server fails then, or dies."""
+        tokens, flying = self.settings.max_tokens_per_sample, self.settings.extract_concurrency
+        wanted = flying * tokens * len(self.layers) * self.sizes.hidden_size * torch.bfloat16.itemsize
+        size = shutil.disk_usage(self.spool.folder).total
+        if size < wanted:
+            say(
+                f"  WARNING   the spool {self.spool.folder} is on {gb(size)}; {flying} samples of {tokens:,} tokens in "
+                f"flight take {gb(wanted, up=True)}: another --spool, a lower --extract-concurrency, or, in Docker, "
+                f"--shm-size {-(-wanted // 10**9)}g"
+            )
 
     def probe(self, stream: Stream) -> None:
         """One short request to each server; raises UserError where its states are not this config's."""
