@@ -91,7 +91,7 @@ def extract(rehearsal) -> None:
         check_refused(check, "another spool", copy_of(run, refused), "set --spool", **elsewhere)
         other = copy_of(kimi.the_run(rehearsal), kimi.the_run(rehearsal, "kimi-refused"))
         fits = urls | {"max_tokens_per_sample": 512, "aux_layers": kimi.AUX}
-        check_refused(check, "a server of another model", other, "HTTP 400", **fits)
+        check_refused(check, "a server of another model", other, "extracts layers", **fits)
         check_killed_server(check, killed, run, server, spool, extract_concurrency=16)
 
     local("02", extractor="local")
