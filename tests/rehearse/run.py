@@ -54,11 +54,11 @@ class Step(NamedTuple):
 STEPS = {  # of those that may start the first does: long chains come first, so that neither core waits at the end
     "kimi-build": Step(kimi.build),
     "kimi-chat": Step(kimi.chat, ("kimi-build",)),
+    "smollm2-generate": Step(smollm2.generate, ("kimi-chat",)),  # asks its server for the tiny Kimi's records, too
     "kimi-extract": Step(kimi.extract, ("kimi-chat",)),
     "kimi-train": Step(kimi.train, ("kimi-extract",)),
     "kimi-serve": Step(kimi.serve, ("kimi-train",)),
-    "smollm2-generate": Step(smollm2.generate),
-    "smollm2-extract": Step(smollm2.extract, ("smollm2-generate", "kimi-chat")),
+    "smollm2-extract": Step(smollm2.extract, ("smollm2-generate",)),
     "smollm2-train": Step(smollm2.train, ("smollm2-extract",)),
     "commands": Step(commands.run, ("kimi-build",)),
     "smollm2-serve": Step(smollm2.serve, ("smollm2-train",)),

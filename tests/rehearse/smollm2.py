@@ -62,10 +62,12 @@ def generate(rehearsal) -> None:
 
 
 def refuse_generation_server(rehearsal, url: str) -> None:
-    """Stage 02 asks a server that extracts nothing."""
+    """Stage 02 asks a server that extracts nothing, and one of another model."""
     flags = {"extract_urls": url, "spool": rehearsal.spool, "max_tokens_per_sample": 512}
     wrong = copy_of(the_run(rehearsal), the_run(rehearsal, "smollm2-refused"))
     check_refused(rehearsal.check, "a server that extracts nothing", wrong, "no hidden_states_path", **flags)
+    other = copy_of(kimi.the_run(rehearsal), kimi.the_run(rehearsal, "kimi-refused"))
+    check_refused(rehearsal.check, "a server of another model", other, "HTTP 400", **flags, aux_layers=kimi.AUX)
 
 
 def copy_of(run: Run, copy: Run) -> Run:
@@ -89,9 +91,6 @@ def extract(rehearsal) -> None:
         check_refused(check, "layer list shifted by one", refused, "extracts layers", **urls, aux_layers=[3, 16, 28])
         elsewhere = urls | {"spool": rehearsal.work / "elsewhere"}
         check_refused(check, "another spool", copy_of(run, refused), "set --spool", **elsewhere)
-        other = copy_of(kimi.the_run(rehearsal), kimi.the_run(rehearsal, "kimi-refused"))
-        fits = urls | {"max_tokens_per_sample": 512, "aux_layers": kimi.AUX}
-        check_refused(check, "a server of another model", other, "extracts layers", **fits)
         check_killed_server(check, killed, run, server, spool, extract_concurrency=16)
 
     local("02", extractor="local")
