@@ -228,7 +228,7 @@ def _check_options(config: dict, draft: DraftConfig, found: Findings) -> None:
             found.error(SGLANG, f"{name} is not read there: the draft would compute something else, without a word")
     for name in ("fc_norm", "norm_output"):
         if getattr(draft, name):
-            found.note(BOTH, f"{name}: an engine from before {EAGLE_31} ignores it, SGLang without a word")
+            found.note(BOTH, f"{name}: engines from before {EAGLE_31} do not know it")
     rope = config.get("rope_parameters") or {}
     if rope and "rope_theta" not in config and rope.get("rope_theta", 10000.0) != 10000.0:
         text = f"only rope_parameters: under transformers 4 the theta would be 10000, not {rope['rope_theta']:g}"

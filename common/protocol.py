@@ -47,10 +47,10 @@ class Protocol:
         self.think_open = self._control("think_open", target.think_open, target.think_open_id)
         close = target.think_close if target.think_open else ""
         self.think_close = self._control("think_close", close, target.think_close_id)
-        self.end = self._control("end_token", target.end_token or tokenizer.eos_token, target.end_token_id)
+        end = target.end_token or tokenizer.eos_token
+        self.end = self._control("end_token", end, target.end_token_id)
         self.opener, self.closer = target.think_open, target.think_close
-        markers = (target.think_open, target.think_close, target.end_token or tokenizer.eos_token)
-        self.control = control_tokens(tokenizer, markers)
+        self.control = control_tokens(tokenizer, (target.think_open, target.think_close, end))
         self.tool_ids = frozenset(id for name, id in self.control.items() if TOOL_NAME in name)
         names = "|".join(map(re.escape, sorted(self.control, key=len, reverse=True)))
         self._markers = re.compile(names)

@@ -12,7 +12,7 @@ from pathlib import Path
 from common.engines.interface import Answer, EngineError, Request, Sampling
 from common.engines.reading import REASONING_FIELDS
 from common.errors import UserError
-from common.protocol import Protocol
+from common.protocol import Protocol, Reply
 from common.storage import json_line, read_jsonl_at
 
 FAILURES = "failures.jsonl"
@@ -128,7 +128,8 @@ def make_record(
     """
     known = answer.prompt_ids is not None and answer.output_ids is not None
     prompt_ids = answer.prompt_ids if known else request.prompt_ids
-    thought = known and protocol.split(prompt_ids, answer.output_ids).reasoning_ids
+    reply = protocol.split(prompt_ids, answer.output_ids) if known else None
+    thought = reply and reply.reasoning_ids
     if not sampling.thinking and not answer.content and protocol.closer_in_prompt(prompt_ids) and not thought:
         # The parser waited for a closing token, which stands in the prompt, and took the whole reply for reasoning.
         answer = replace(answer, reasoning=None, content=answer.reasoning, reasoning_field="")
@@ -139,7 +140,7 @@ def make_record(
     if not output_ids:
         raise EngineError("an empty reply", retry=False)
     if known:
-        reasoning, content, field = _read_by_ids(request, answer, sampling, protocol)
+        reasoning, content, field = _read_by_ids(reply, answer, sampling, protocol)
     else:
         reasoning, content, field = answer.reasoning, answer.content, answer.reasoning_field
     equal = None
@@ -195,7 +196,7 @@ def check_rebuilt(record: dict) -> None:
 
 
 def _read_by_ids(
-    request: Request, answer: Answer, sampling: Sampling, protocol: Protocol
+    reply: Reply, answer: Answer, sampling: Sampling, protocol: Protocol
 ) -> tuple[str | None, str | None, str]:
     """(reasoning, content, where reasoning stood) of an answer whose ids are known; raises EngineError where ids,
     counts, protocol and text contradict each other."""
@@ -212,7 +213,6 @@ def _read_by_ids(
         )
     if protocol.opener_in_prompt(answer.prompt_ids) and answer.output_ids[0] == protocol.think_open:
         raise EngineError("the reply repeats the opening token that ends its prompt", retry=False)
-    reply = protocol.split(answer.prompt_ids, answer.output_ids)
     parsed = answer.reasoning_field in REASONING_FIELDS
     problem = protocol.text_differs(reply, answer.reasoning, answer.content, parsed)
     if problem:

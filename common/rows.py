@@ -10,7 +10,6 @@ import shutil
 import tempfile
 from array import array
 from collections.abc import Iterable, Iterator
-from contextlib import contextmanager
 from pathlib import Path
 from typing import BinaryIO
 
@@ -67,37 +66,32 @@ def _order(count: int, seed: int) -> Iterable[int]:
 # ---- JSON ----
 
 
-@contextmanager
-def _opened(path: Path) -> Iterator[BinaryIO]:
+def _opened(path: Path) -> BinaryIO:
     """The file's bytes; those of a packed one out of a temporary file, so that its lines can be read in any order."""
     packing = PACKED.get(path.suffix.lower())
     if packing is None:
-        with open(path, "rb") as file:
-            yield file
-        return
+        return open(path, "rb")
     import pyarrow
 
-    with tempfile.TemporaryFile() as file:
-        try:
-            with pyarrow.input_stream(str(path), compression=packing) as packed:
-                shutil.copyfileobj(packed, file)
-        except OSError as error:
-            raise UserError(f"{path}: cannot be unpacked ({error}); is the file whole?") from None
-        file.seek(0)
-        yield file
+    file = tempfile.TemporaryFile()  # noqa: SIM115
+    try:
+        with pyarrow.input_stream(str(path), compression=packing) as packed:
+            shutil.copyfileobj(packed, file)
+    except OSError as error:
+        raise UserError(f"{path}: cannot be unpacked ({error}); is the file whole?") from None
+    file.seek(0)
+    return file
 
 
 def _json_lines(path: Path, seed: int) -> tuple[int, Rows]:
     """Rows by their line offsets: a shuffled file of any size costs eight bytes a line. Row 0 is line 1."""
-    offsets = array("q")
-    with _opened(path) as file:
-        at = 0
-        for line in file:
-            offsets.append(at)
-            at += len(line)
+    file, offsets, at = _opened(path), array("q"), 0
+    for line in file:
+        offsets.append(at)
+        at += len(line)
 
     def rows():
-        with _opened(path) as file:
+        with file:
             for row in _order(len(offsets), seed):
                 file.seek(offsets[row])
                 line = file.readline()

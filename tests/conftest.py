@@ -82,6 +82,42 @@ def tiny(tiny_target):
     return tiny_protocol(tiny_target)
 
 
+@pytest.fixture
+def place(tiny, tiny_target, tmp_path):
+    """01b against a server that does what it is told."""
+    from fault_server import FaultServer
+    from generation import Place
+
+    with FaultServer(tiny) as server:
+        yield Place(tmp_path, tiny_target, server)
+
+
+@pytest.fixture
+def spool(tmp_path) -> Path:
+    """Where an extraction server leaves states."""
+    return tmp_path / "spool"
+
+
+@pytest.fixture
+def server(spool):
+    """An extraction server with the states of a made-up target."""
+    from extraction_server import ExtractionServer
+    from tiny_extractor import states_of
+
+    with ExtractionServer(spool, states_of) as server:
+        yield server
+
+
+@pytest.fixture(scope="session")
+def records(tmp_path_factory) -> Path:
+    """What is there before 02, in small: a target with random weights, its config, records."""
+    from tiny_window import build
+
+    folder = tmp_path_factory.mktemp("records")
+    build(folder)
+    return folder
+
+
 @pytest.fixture(scope="session")
 def kimi_folder(tmp_path_factory, worker_id) -> Path:
     """Folder of Kimi's three tokenizer files with the real vocabulary."""

@@ -8,18 +8,12 @@ import time
 
 import pytest
 from fault_server import FaultServer, Reply
-from generation import Place, check_sound
+from generation import check_sound
 from stages import DEMO, ROOT, only_error, run_here, run_process
 
 from common.config import Target
 from common.engines.interface import Request, Sampling
 from common.protocol import load_protocol
-
-
-@pytest.fixture
-def place(tiny, tiny_target, tmp_path):
-    with FaultServer(tiny) as server:
-        yield Place(tmp_path, tiny_target, server)
 
 
 def test_help_answers_at_once():

@@ -1,10 +1,9 @@
 """What 02 asks of its records before it extracts: that they are the ones whose states are there, and the target's."""
 
 import json
-from pathlib import Path
 
 import pytest
-from tiny_window import Place, build
+from tiny_window import Place
 
 from common.shards import Shard
 from common.storage import Manifest
@@ -12,15 +11,9 @@ from common.storage import Manifest
 LIMIT = 20  # tokens: cuts most of the records
 
 
-@pytest.fixture(scope="module")
-def records(tmp_path_factory) -> Path:
-    folder = tmp_path_factory.mktemp("inputs")
-    build(folder)
-    return folder
-
-
 @pytest.fixture
 def place(records, tmp_path):
+    """Runs a stage in a run folder of this test's own."""
     return Place(records, tmp_path / "run")
 
 

@@ -1,23 +1,9 @@
 """What the vLLM extractor asks of servers, spool and settings before it begins: refused or warned of in one line."""
 
-from pathlib import Path
-
 import pytest
-from extraction_server import ExtractionServer
-from tiny_extractor import LAYERS, extractor, states_of, stream
+from tiny_extractor import LAYERS, extractor, stream
 
 from common.errors import UserError
-
-
-@pytest.fixture
-def spool(tmp_path) -> Path:
-    return tmp_path / "spool"
-
-
-@pytest.fixture
-def server(spool):
-    with ExtractionServer(spool, states_of) as server:
-        yield server
 
 
 @pytest.mark.parametrize(

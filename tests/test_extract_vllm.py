@@ -3,7 +3,6 @@
 import fcntl
 import os
 import time
-from pathlib import Path
 
 import pytest
 import torch
@@ -25,17 +24,6 @@ def quick(monkeypatch):
     monkeypatch.setattr("common.extractors.vllm_server.LONGEST_PAUSE_S", 0.01)
     monkeypatch.setattr("common.extractors.vllm_server.RESTED_S", 0.2)
     monkeypatch.setattr("common.extractors.spool.FILE_GRACE_S", 0.05)
-
-
-@pytest.fixture
-def spool(tmp_path) -> Path:
-    return tmp_path / "spool"
-
-
-@pytest.fixture
-def server(spool):
-    with ExtractionServer(spool, states_of) as server:
-        yield server
 
 
 def fetch(made: VllmExtractor, streams: list[Stream]) -> dict[str, States | ExtractError]:

@@ -20,11 +20,6 @@ def quick(monkeypatch):
     monkeypatch.setattr("common.extractors.spool.FILE_GRACE_S", 0.05)
 
 
-@pytest.fixture
-def spool(tmp_path) -> Path:
-    return tmp_path / "spool"
-
-
 @pytest.fixture(scope="module")
 def wanted(tiny_run) -> dict[str, tuple]:
     """By sample id, what the local extractor stored of the tiny run: (ids, aux, last)."""

@@ -17,12 +17,6 @@ HTML = Reply(body=b"<html>Bad gateway</html>", headers={"content-type": "text/ht
 ERROR_BODY = Reply(body={"error": {"message": "engine is dead", "code": 500}})
 
 
-@pytest.fixture
-def place(tiny, tiny_target, tmp_path):
-    with FaultServer(tiny) as server:
-        yield Place(tmp_path, tiny_target, server)
-
-
 @pytest.fixture(autouse=True)
 def quick_pauses(monkeypatch):
     """Pauses between tries of milliseconds; what a server asks for is waited for in full."""

@@ -5,16 +5,8 @@ import shutil
 from datetime import datetime
 
 import pytest
-from fault_server import FaultServer
-from generation import Place
 from stages import only_error
 from targets import tiny_protocol
-
-
-@pytest.fixture
-def place(tiny, tiny_target, tmp_path):
-    with FaultServer(tiny) as server:
-        yield Place(tmp_path, tiny_target, server)
 
 
 @pytest.fixture

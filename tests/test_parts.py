@@ -6,8 +6,7 @@ import subprocess
 
 import pytest
 import torch
-from fault_server import FaultServer
-from generation import Place, check_sound
+from generation import check_sound
 from stages import DEMO, ROOT, command, only_error, run_here
 
 from common.dataset import Index
@@ -22,9 +21,8 @@ PARTS = ("1/3", "2/3", "3/3")
 
 
 @pytest.fixture
-def place(tiny, tiny_target, tmp_path):
-    with FaultServer(tiny) as server:
-        yield Place(tmp_path, tiny_target, server).ask(QUESTIONS)
+def place(place):
+    return place.ask(QUESTIONS)
 
 
 def essence(records: list[dict]) -> dict:

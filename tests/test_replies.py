@@ -1,15 +1,9 @@
 """What 01b makes of the replies that servers send: cases 1 to 12, 15 and 16 over HTTP."""
 
 import pytest
-from fault_server import FaultServer, Reply
-from generation import Place, asked, check_sound
+from fault_server import Reply
+from generation import asked, check_sound
 from stages import only_error
-
-
-@pytest.fixture
-def place(tiny, tiny_target, tmp_path):
-    with FaultServer(tiny) as server:
-        yield Place(tmp_path, tiny_target, server)
 
 
 def test_reasoning_that_only_the_ids_carry(place, tiny):

@@ -3,16 +3,10 @@
 import shutil
 
 import pytest
-from fault_server import FORMS, FaultServer, Reply, message
-from generation import Place, check_sound
+from fault_server import FORMS, Reply, message
+from generation import check_sound
 from stages import only_error
 from targets import tiny_protocol
-
-
-@pytest.fixture
-def place(tiny, tiny_target, tmp_path):
-    with FaultServer(tiny) as server:
-        yield Place(tmp_path, tiny_target, server)
 
 
 def field_of(form: str) -> str:

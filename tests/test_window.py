@@ -10,11 +10,10 @@ import threading
 import time
 from collections import Counter
 from contextlib import contextmanager
-from pathlib import Path
 
 import pytest
 import torch
-from tiny_window import Place, build
+from tiny_window import Place
 
 from common.config import Train
 from common.dataset import HELD_OUT, TRAIN, Index
@@ -43,14 +42,6 @@ def restored():
 def signals():
     with restored():
         yield
-
-
-@pytest.fixture(scope="module")
-def records(tmp_path_factory) -> Path:
-    """What is there before 02: a target, its config, records."""
-    folder = tmp_path_factory.mktemp("window")
-    build(folder)
-    return folder
 
 
 @pytest.fixture
