@@ -3,6 +3,7 @@
 import bz2
 import gzip
 import json
+from functools import partial
 
 import pytest
 
@@ -10,6 +11,7 @@ from common.config import Questions
 from common.errors import UserError
 from common.prompts import QuestionStream
 
+gzipped = partial(gzip.compress, mtime=0)  # the time would be in the bytes, and these in the tests' names
 ROWS = [{"prompt": "a"}, {"prompt": "b"}]
 LINES = "".join(json.dumps(row) + "\n" for row in ROWS).encode()
 TALK = [{"role": "user", "content": "a"}, {"role": "assistant", "content": "x"}]
@@ -40,16 +42,16 @@ def zstd(data: bytes) -> bytes:
         ("q.jsonl", LINES),
         ("Q.JSONL", LINES),
         ("q.ndjson", LINES),
-        ("q.v2.jsonl.gz", gzip.compress(LINES)),
+        ("q.v2.jsonl.gz", gzipped(LINES)),
         ("q.jsonl.bz2", bz2.compress(LINES)),
         ("q.jsonl.zst", zstd(LINES)),
         ("marked.jsonl", b"\xef\xbb\xbf" + LINES),
         ("lines.json", LINES),
-        ("lines.json.gz", gzip.compress(LINES)),
+        ("lines.json.gz", gzipped(LINES)),
         ("q.txt", b"a\nb\n"),
         ("q.csv", b"prompt,system\na,\nb,\n"),
         ("q[1].CSV", b"prompt\na\nb\n"),
-        ("q.csv.gz", gzip.compress(b"prompt\na\nb\n")),
+        ("q.csv.gz", gzipped(b"prompt\na\nb\n")),
         ("q.tsv", b"prompt\tn\na\t1\nb\t2\n"),
     ],
 )
@@ -117,7 +119,7 @@ def test_one_of_several_configurations(tmp_path):
         ("q.jsonl", b"", "no rows"),
         ("q.xlsx", LINES, r"no kind that is read: \.jsonl .* packed as \.gz"),
         ("q.jsonl.gz", LINES, "cannot be unpacked"),
-        ("cut.jsonl.gz", gzip.compress(LINES)[:-12], "cannot be unpacked"),
+        ("cut.jsonl.gz", gzipped(LINES)[:-12], "cannot be unpacked"),
         ("q.csv", b"", "No columns to parse"),
         ("x.json", b'"text"', "list of conversations"),
         ("x.json", b'{"tags": ["a"], "n": [1]}', "list of conversations"),
