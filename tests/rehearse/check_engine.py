@@ -149,12 +149,12 @@ def random_prompts() -> list[list[int]]:
     return [torch.randint(163_584, (n,), generator=generator).tolist() for n in PROMPT_TOKENS]
 
 
-def reference_states(model: Path, prompts: list[list[int]]) -> torch.Tensor:
+def reference_states(model: Path, prompts: list[list[int]], dtype: torch.dtype = torch.bfloat16) -> torch.Tensor:
     """transformers' states, the prompts end to end: [layers + 1, all T, H]; index k is the input of layer k.
 
     By hooks: the last entry of transformers' own `hidden_states` is taken after the final norm.
     """
-    text = Kimi_K25ForConditionalGeneration.from_pretrained(model, dtype=torch.bfloat16).eval().model.language_model
+    text = Kimi_K25ForConditionalGeneration.from_pretrained(model, dtype=dtype).eval().model.language_model
     states: list[torch.Tensor] = []
     text.layers[0].register_forward_pre_hook(lambda _module, inputs: states.append(inputs[0][0]))
     for layer in text.layers:

@@ -58,7 +58,8 @@ class CpuHiddenStatesConnector(ExampleHiddenStatesConnector):
             fcntl.flock(lock_fd, fcntl.LOCK_EX)
 
         done = HostCopyDone(self._kv_transfer_config.get_from_extra_config("write_delay_s", 0.0))
-        tensors = {"hidden_states": states.contiguous(), "token_ids": pending.token_ids.clone()}
+        states = states.to(torch.bfloat16).contiguous()  # of a server in float32, too: stage 02 takes no other type
+        tensors = {"hidden_states": states, "token_ids": pending.token_ids.clone()}
         os.makedirs(os.path.dirname(pending.filename), exist_ok=True)
         future = self._executor.submit(self._write_tensors, tensors, done, pending.filename, lock_fd)
         self._req_copy_events[pending.req_id] = done

@@ -101,10 +101,10 @@ def chunks_mla() -> bool:
     return " amx_tile " in Path("/proc/cpuinfo").read_text("utf-8").replace("\n", " ")
 
 
-def extraction_server(run: Run, spool: Path, log: Path, chunked: bool = True, **settings: object) -> VllmServer:
-    """The server that 02 prints for this run, on the CPU connector, with or without chunked prefill."""
+def extraction_server(run: Run, spool: Path, log: Path, *flags: str, **settings: object) -> VllmServer:
+    """The server that 02 prints for this run, on the CPU connector, with these flags of vLLM's more."""
     printed = run("02", "--print-server-command", extractor="vllm", spool=spool, **settings)
-    return printed_server(printed, log, *(CHUNKED if chunked else ()))
+    return printed_server(printed, log, *flags)
 
 
 def check_states(

@@ -1,6 +1,7 @@
 """The rehearsal's steps with the tiny Kimi-K2.5: configs/kimi-k2.5.toml, Kimi's vocabulary and model class, MLA."""
 
 import re
+from functools import partial
 
 import torch
 
@@ -15,10 +16,10 @@ from tests.rehearse.acceptance import (
 from tests.rehearse.broken_exports import check_broken_exports
 from tests.rehearse.check_engine import check_chat, check_kill, reference_states
 from tests.rehearse.check_generate import check_generate, check_parser_off
-from tests.rehearse.extraction import CHUNK, SAME, check_states, chunks_mla, extraction_server, left
+from tests.rehearse.extraction import CHUNK, CHUNKED, SAME, check_states, chunks_mla, extraction_server, left
 from tests.rehearse.offline import reply_walks
 from tests.rehearse.server import REPOSITORY
-from tests.rehearse.stages import Run, printed_server, run_distance
+from tests.rehearse.stages import Run, as_flags, printed_server, run_distance
 from tests.rehearse.tiny_kimi import build_checkpoint
 
 CONFIG, TEACH_STEPS = REPOSITORY / "configs/kimi-k2.5.toml", 200
@@ -26,6 +27,9 @@ CONFIG, TEACH_STEPS = REPOSITORY / "configs/kimi-k2.5.toml", 200
 QUESTIONS, SAMPLES, MAX_TOKENS = "configs/demo_questions.jsonl", 300, 64
 AUX = (1, 3, 5)
 SHARE = 0.5  # of the tokens must be equal up to rounding; for the others the router's ties may decide differently
+# Where replies, states and drafts are held against each other token by token: in bf16 the router's ties decide between
+# experts by rounding, which depends on how many tokens a step verifies. vLLM's AMX kernels know bf16 alone.
+EXACT = {"dtype": "float32", "attention_backend": "CPU_MLA"}
 KS = range(1, 8)
 MAIN_K = 3
 SERVED = {"tensor_parallel": 1}  # in place of the config's 8 GPUs; everything else about the server is the config's
@@ -63,7 +67,7 @@ def chat(rehearsal) -> None:
     """One server: chats as the pipeline counts on them, 01b's ways of asking, and the greedy samples to train on."""
     run, check, model = the_run(rehearsal), rehearsal.check, folder(rehearsal).resolve()
     printed = run("01", "--print-server-command", **SERVED, **GREEDY)
-    with printed_server(printed, rehearsal.work / "kimi-chat.log") as server:
+    with printed_server(printed, rehearsal.work / "kimi-chat.log", *as_flags(EXACT)) as server:
         check_chat(check, server, model)
         check_generate(check, server.base_url + "/v1", model, rehearsal.work / "kimi-check")
         urls = server.base_url + "/v1"
@@ -84,7 +88,7 @@ def parser_off(rehearsal) -> None:
 
 
 def extract(rehearsal) -> None:
-    """States of the tensor-parallel sizes 1 and 2, each against transformers and against the other."""
+    """States of the tensor-parallel sizes 1, in float32, and 2, in bf16: against transformers and each other."""
     check, spool = rehearsal.check, rehearsal.spool
     runs = {1: the_run(rehearsal), 2: the_run(rehearsal, "kimi-tp2")}
     text = [id for record in runs[1].records() for id in record["prompt_ids"] + record["output_ids"]]
@@ -93,14 +97,16 @@ def extract(rehearsal) -> None:
     if not link.exists():
         link.symlink_to((runs[1].folder / "01_synthetic").resolve())
 
-    def reference(prompts: list[list[int]]) -> list[torch.Tensor]:
-        states = reference_states(folder(rehearsal), prompts)  # [layers + 1, all T, H]
+    def reference(dtype: torch.dtype, prompts: list[list[int]]) -> list[torch.Tensor]:
+        states = reference_states(folder(rehearsal), prompts, dtype)  # [layers + 1, all T, H]
         return list(states.split([len(ids) for ids in prompts], dim=1))
 
+    flags = {1: as_flags(EXACT), 2: CHUNKED if chunks_mla() else ()}
+    references = {1: partial(reference, torch.float32), 2: partial(reference, torch.bfloat16)}
     for size, run in runs.items():
         log = rehearsal.work / f"kimi-extract-tp{size}.log"
-        with extraction_server(run, spool, log, chunks_mla(), tensor_parallel=size, **EXTRACT) as server:
-            check_states(check, f"Kimi TP {size}", server, run, spool, text, AUX, reference, share=SHARE)
+        with extraction_server(run, spool, log, *flags[size], tensor_parallel=size, **EXTRACT) as server:
+            check_states(check, f"Kimi TP {size}", server, run, spool, text, AUX, references[size], share=SHARE)
             urls = {"spool": spool, "extract_urls": server.base_url + "/v1"}
             run("02", **EXTRACT, **urls)
             check(f"Kimi TP {size}: the spool is empty after 02", left(spool) == [], left(spool))
@@ -128,7 +134,9 @@ def serve(rehearsal) -> None:
     records = held_out_records(run)
     prompts = [record["prompt_ids"] for record in records]
     engines = [None, *({"draft": str(export.resolve()), "k": k, "alone": k == MAIN_K} for k in KS)]
-    plain, *drafted = decode(run, "serve", folder(rehearsal), prompts, MAX_TOKENS, engines, language_model_only=True)
+    plain, *drafted = decode(
+        run, "serve", folder(rehearsal), prompts, MAX_TOKENS, engines, language_model_only=True, **EXACT
+    )
     walks = run.manifest("04_draft").counts["acceptance"]["walk"]
     for k, engine in zip(KS, drafted, strict=True):
         seen = f"{int(engine['drafts'])} drafts, {int(sum(engine['accepted']))} accepted"

@@ -21,6 +21,7 @@ from tests.rehearse.acceptance import (
 )
 from tests.rehearse.broken_exports import check_broken_exports
 from tests.rehearse.extraction import (
+    CHUNKED,
     SAME,
     check_killed_server,
     check_refused,
@@ -83,7 +84,8 @@ def extract(rehearsal) -> None:
     names = ("killed", "local", "refused")
     killed, local, refused = (copy_of(run, the_run(rehearsal, f"smollm2-{name}")) for name in names)
 
-    with extraction_server(run, spool, rehearsal.work / "smollm2-extract.log") as server:
+    log = rehearsal.work / "smollm2-extract.log"
+    with extraction_server(run, spool, log, *CHUNKED, "--dtype", EXACT) as server:
         check_states(check, "SmolLM2", server, run, spool, text, AUX, reference_states)
         urls = {"spool": spool, "extract_urls": server.base_url + "/v1"}
         run("02", extractor="vllm", extract_concurrency=16, **urls)
