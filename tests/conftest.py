@@ -14,7 +14,7 @@ os.environ["HF_HUB_OFFLINE"] = "1"  # before any hub library: a dry run in this 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
 import pytest
-from stages import DEMO, ROOT, run_process
+from tests.support.stages import DEMO, ROOT, run_process
 
 # What a shell starts in the background ignores SIGINT, and the scripts that tests interrupt would inherit that.
 signal.signal(signal.SIGINT, signal.default_int_handler)
@@ -36,7 +36,7 @@ def demo_target() -> Path:
     folder = Path("runs/smollm2-thinking")
     with locked(ROOT / "runs/.demo_target.lock"):
         if not (ROOT / folder / "config.json").exists():
-            build = [sys.executable, "-m", "common.demo_target", str(folder)]
+            build = [sys.executable, "-m", "common.demo.target", str(folder)]
             subprocess.run(build, cwd=ROOT, check=True, capture_output=True, text=True)
     return folder
 
@@ -69,7 +69,7 @@ def built_once(name: str, build, tmp_path_factory, worker_id) -> Path:
 @pytest.fixture(scope="session")
 def tiny_target(tmp_path_factory, worker_id) -> Path:
     """Folder of a tokenizer with Kimi's chat form and a vocabulary of bytes: loads in milliseconds."""
-    from targets import build_tiny_target
+    from tests.support.targets import build_tiny_target
 
     return built_once("tiny_target", build_tiny_target, tmp_path_factory, worker_id)
 
@@ -77,7 +77,7 @@ def tiny_target(tmp_path_factory, worker_id) -> Path:
 @pytest.fixture(scope="session")
 def tiny(tiny_target):
     """Its protocol."""
-    from targets import tiny_protocol
+    from tests.support.targets import tiny_protocol
 
     return tiny_protocol(tiny_target)
 
@@ -85,8 +85,8 @@ def tiny(tiny_target):
 @pytest.fixture
 def place(tiny, tiny_target, tmp_path):
     """01b against a server that does what it is told."""
-    from fault_server import FaultServer
-    from generation import Place
+    from tests.support.fault_server import FaultServer
+    from tests.support.generation import Place
 
     with FaultServer(tiny) as server:
         yield Place(tmp_path, tiny_target, server)
@@ -101,8 +101,8 @@ def spool(tmp_path) -> Path:
 @pytest.fixture
 def server(spool):
     """An extraction server with the states of a made-up target."""
-    from extraction_server import ExtractionServer
-    from tiny_extractor import states_of
+    from tests.support.extraction_server import ExtractionServer
+    from tests.support.tiny_extractor import states_of
 
     with ExtractionServer(spool, states_of) as server:
         yield server
@@ -111,7 +111,7 @@ def server(spool):
 @pytest.fixture(scope="session")
 def records(tmp_path_factory) -> Path:
     """What is there before 02, in small: a target with random weights, its config, records."""
-    from tiny_window import build
+    from tests.support.tiny_window import build
 
     folder = tmp_path_factory.mktemp("records")
     build(folder)
@@ -121,7 +121,7 @@ def records(tmp_path_factory) -> Path:
 @pytest.fixture(scope="session")
 def kimi_folder(tmp_path_factory, worker_id) -> Path:
     """Folder of Kimi's three tokenizer files with the real vocabulary."""
-    from targets import build_kimi
+    from tests.support.targets import build_kimi
 
     return built_once("kimi", build_kimi, tmp_path_factory, worker_id)
 
@@ -129,7 +129,7 @@ def kimi_folder(tmp_path_factory, worker_id) -> Path:
 @pytest.fixture(scope="session")
 def kimi(kimi_folder):
     """The real Kimi vocabulary's protocol."""
-    from targets import kimi_protocol
+    from tests.support.targets import kimi_protocol
 
     return kimi_protocol(kimi_folder, kimi_folder.with_name("kimi_cache"))
 
@@ -161,8 +161,8 @@ def small_disk(tmp_path):
 @pytest.fixture(scope="session")
 def smollm2(demo_target):
     """The demo target in bf16, loaded once a worker."""
-    from common.config import Target
-    from common.engines.local import load_model
+    from common.pipeline.settings import Target
+    from common.generation.local_engine import load_model
 
     os.chdir(ROOT)
     return load_model(Target(model=str(demo_target)), "cpu")
@@ -178,7 +178,7 @@ def root_folder(monkeypatch) -> Path:
 @pytest.fixture(scope="session")
 def protocol(demo_target):
     """The demo target's token protocol: <think> is 15, </think> 16, <|im_end|> 2."""
-    from common.config import Target
-    from common.protocol import load_protocol
+    from common.pipeline.settings import Target
+    from common.target.protocol import load_protocol
 
     return load_protocol(Target(str(ROOT / demo_target), think_open_id=15, think_close_id=16, end_token_id=2))

@@ -5,12 +5,12 @@ import tomllib
 from dataclasses import replace
 
 import pytest
-from stages import ROOT
+from tests.support.stages import ROOT
 
-from common.command_line import load_settings
-from common.protocol import load_protocol
-from common.serving import generation_command
-from common.target import planned_sizes
+from common.pipeline.command_line import load_settings
+from common.target.protocol import load_protocol
+from common.servers.commands import generation_command
+from common.target.sizes import planned_sizes
 
 CONFIGS = {path.stem: path for path in sorted((ROOT / "configs").glob("*.toml"))}
 KIMI = [name for name in CONFIGS if name.startswith("kimi")]

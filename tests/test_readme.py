@@ -1,19 +1,19 @@
 """The documents: every command runs in the rehearsal or says why not, and every message is one that the code says.
 
-tests/rehearse/documents.py says how each command runs; here its tables are held to the documents, both ways.
+tests/end_to_end/documents.py says how each command runs; here its tables are held to the documents, both ways.
 """
 
 import re
 import shlex
 
 import pytest
-from stages import ROOT, SCRIPTS, script_module
+from tests.support.stages import ROOT, SCRIPTS, script_module
 
-from common import command_line
-from common.command_line import load_settings
-from common.serving import draft_command
-from tests.rehearse import documents
-from tests.rehearse.documents import EXEMPT, PROGRAMS, PROMISES, README, RUNBOOK, TOGETHER
+from common.pipeline import command_line
+from common.pipeline.command_line import load_settings
+from common.servers.commands import draft_command
+from tests.end_to_end import documents
+from tests.end_to_end.documents import EXEMPT, PROGRAMS, PROMISES, README, RUNBOOK, TOGETHER
 
 DOCUMENTS = (README, RUNBOOK)
 PORTS = {"draft_port": 1, "rendezvous_port": 2, "generation_port": 3, "extraction_port": 4}
@@ -168,7 +168,7 @@ def test_every_message_in_the_runbook_is_one_of_ours():
 
 
 def test_the_runbooks_figures_are_the_plans(tmp_path):
-    from stages import run_here
+    from tests.support.stages import run_here
 
     code, out, err = run_here("02", "--run-dir", tmp_path / "none", "--n", 10000, "--dry-run")
     assert code == 0, err

@@ -16,7 +16,7 @@ from pathlib import Path
 
 ROOT = Path(__file__).resolve().parents[2]
 sys.path.insert(0, str(ROOT))
-from common.storage import Manifest  # noqa: E402
+from common.pipeline.manifest import Manifest  # noqa: E402
 
 SOURCE, FOLDER, K = Path("runs/demo"), Path("runs/demo-ablation"), "3"
 ROWS: dict[str, tuple[object, ...]] = {

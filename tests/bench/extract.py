@@ -29,16 +29,16 @@ os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")
 
 import torch  # noqa: E402
 
-from common.config import Extract, Target  # noqa: E402
-from common.extract import Extraction, plan_shards  # noqa: E402
-from common.extractors.local import LocalExtractor  # noqa: E402
-from common.extractors.vllm_server import VllmExtractor  # noqa: E402
-from common.onpolicy import OnPolicyCheck  # noqa: E402
-from common.protocol import load_protocol  # noqa: E402
-from common.shards import ShardKind  # noqa: E402
-from common.storage import JsonlParts, Manifest  # noqa: E402
-from common.streams import StreamReader  # noqa: E402
-from common.target import read_sizes, read_tensors  # noqa: E402
+from common.pipeline.settings import Extract, Target  # noqa: E402
+from common.extraction.loop import Extraction, plan_shards  # noqa: E402
+from common.extraction.local_extractor import LocalExtractor  # noqa: E402
+from common.extraction.vllm_extractor import VllmExtractor  # noqa: E402
+from common.extraction.on_policy import OnPolicyCheck  # noqa: E402
+from common.target.protocol import load_protocol  # noqa: E402
+from common.dataset.shards import ShardKind  # noqa: E402
+from common.pipeline.manifest import JsonlParts, Manifest  # noqa: E402
+from common.extraction.streams import StreamReader  # noqa: E402
+from common.target.sizes import read_sizes, read_tensors  # noqa: E402
 
 MODEL = "runs/smollm2-thinking"
 LENGTHS = (96, 160, 224, 320, 512)  # tokens of a sample, prompt included
@@ -47,7 +47,7 @@ IN_FLIGHT = 16
 
 def write_records(folder: Path, tokens: int) -> None:
     """Samples of English (Python's own documentation), so that the on-policy check has something to find sane."""
-    from tests.rehearse.tiny_kimi_training import docstrings
+    from tests.end_to_end.tiny_kimi_training import docstrings
 
     protocol = load_protocol(Target(model=MODEL, think_open_id=15, think_close_id=16, end_token_id=2))
     prompt = protocol.prompt_ids([{"role": "user", "content": "Go on."}])
@@ -213,7 +213,7 @@ def main() -> None:
 
 
 def with_server(work: Path, args) -> float:
-    from tests.rehearse.stages import Run, printed_server
+    from tests.end_to_end.stages import Run, printed_server
 
     spool = (work / "spool").resolve()
     printed = Run(work / "run", "configs/demo.toml")("02", "--print-server-command", extractor="vllm", spool=spool)

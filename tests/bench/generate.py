@@ -21,7 +21,7 @@ from pathlib import Path
 ROOT = Path(__file__).resolve().parents[2]
 sys.path[:0] = [str(ROOT), str(ROOT / "tests")]
 
-from targets import KIMI, build_kimi, kimi_protocol  # noqa: E402
+from tests.support.targets import KIMI, build_kimi, kimi_protocol  # noqa: E402
 
 IN_FLIGHT = 128
 TEXT = "The ocean is wide and deep, and its waves never rest; so we count them one by one. "

@@ -18,11 +18,11 @@ from pathlib import Path
 import torch
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
-from common.config import Dataset
-from common.dataset import HELD_OUT, TRAIN, Index, IndexBuilder, Packs
-from common.shards import Shard, ShardKind, ShardWriter, States
-from common.streams import Stream
-from common.vocab import choose_tokens, coverage_table
+from common.pipeline.settings import Dataset
+from common.dataset.index import HELD_OUT, TRAIN, Index, IndexBuilder, Packs
+from common.dataset.shards import Shard, ShardKind, ShardWriter, States
+from common.extraction.streams import Stream
+from common.dataset.draft_vocabulary import choose_tokens, coverage_table
 
 VOCAB = 163_840  # Kimi's
 KIND = ShardKind("made up", "none", 1, (1,))

@@ -21,10 +21,10 @@ from pathlib import Path
 import torch
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
-from common.dataset import Pack
-from common.draft import Draft, DraftConfig
-from common.flops import StepFlops
-from common.ttt import StepResult, UnrolledStep, loss_positions
+from common.dataset.index import Pack
+from common.draft.network import Draft, DraftConfig
+from common.training.utilisation import StepFlops
+from common.draft.unrolled_step import StepResult, UnrolledStep, loss_positions
 
 SMOLLM2 = DraftConfig("llama", 576, 1536, 9, 3, 64, vocab_size=49152, draft_vocab_size=8192)
 KIMI = DraftConfig("llama", 7168, 18432, 64, 64, 128, vocab_size=163840, draft_vocab_size=32000, rope_theta=50000.0)

@@ -1,0 +1,236 @@
+"""Shards of hidden states: written in one pass at their final places, read by slices, verified.
+
+    input_ids int32 [T]        loss_mask uint8 [T]      offsets int64 [n+1]    sequences lie end to end, no padding
+    aux_hidden bf16 [T, A*H]   last_hidden bf16 [T, H] (before the target's final norm)
+    or, stored as fp8:  aux_hidden float8_e4m3fn [T, A*H] with aux_scale float32 [T, A], a scale per token and layer
+
+The file is plain safetensors (its header is written by hand, since all sizes are known before the first state is:
+memory does not grow with the shard). Facts for each sequence are JSON in the metadata.
+"""
+
+import json
+import os
+import zlib
+from dataclasses import dataclass
+from pathlib import Path
+
+import torch
+from safetensors import SafetensorError, safe_open
+from torch import Tensor
+
+from common.pipeline.errors import UserError
+from common.pipeline.manifest import FORMAT_VERSION, sync_folder
+from common.extraction.streams import Stream
+
+STORE_DTYPES = {"bf16": ("BF16", 2), "fp8": ("F8_E4M3", 1)}
+FP8_MAX = 448.0
+
+
+@dataclass(frozen=True)
+class ShardKind:
+    """What all shards of a run share; stands in every shard's metadata."""
+
+    target: str
+    target_digest: str
+    hidden_size: int
+    aux_layers: tuple[int, ...]  # as vLLM counts: the input of layer k
+    store_dtype: str = "bf16"
+
+    def metadata(self) -> dict[str, str]:
+        values = vars(self) | {"aux_layers": list(self.aux_layers), "format": FORMAT_VERSION}
+        return {key: json.dumps(value) for key, value in values.items()}
+
+    def shard_metadata(self, streams: list[Stream]) -> dict[str, str]:
+        """The metadata of a shard of these streams, their facts among it."""
+        facts = [{"id": stream.id, **stream.facts} for stream in streams]
+        return self.metadata() | {"sequences": json.dumps(facts)}
+
+    def bytes_per_token(self) -> int:
+        """Bytes that one token takes in a shard."""
+        aux = len(self.aux_layers)
+        scale = 4 * aux if self.store_dtype == "fp8" else 0
+        return self.hidden_size * (aux * STORE_DTYPES[self.store_dtype][1] + 2) + scale + 5
+
+
+@dataclass(frozen=True)
+class States:
+    """One sequence's states on the CPU: aux bf16 [T, A*H], last bf16 [T, H]."""
+
+    aux: Tensor
+    last: Tensor
+
+
+class ShardWriter:
+    """Writes one shard under a temporary name; `finish` syncs and renames it. Sequences may come in any order."""
+
+    def __init__(self, path: Path, streams: list[Stream], kind: ShardKind):
+        self.path, self.kind, self.streams = path, kind, streams
+        self.temporary = path.with_name(f".{path.name}.tmp-{os.getpid()}")
+        self.offsets = torch.tensor([0] + [len(s) for s in streams]).cumsum(0)
+        self.waiting = {stream.id: i for i, stream in enumerate(streams)}
+        self.lost: set[int] = set()
+        header, self.starts, size = _header(kind, streams, int(self.offsets[-1]))
+        self.file = os.open(self.temporary, os.O_RDWR | os.O_CREAT | os.O_TRUNC, 0o644)
+        os.truncate(self.file, size)
+        self._put(0, header)
+        self._put(self.starts["offsets"], _bytes(self.offsets))
+
+    def write(self, id: str, states: States) -> None:
+        """Put one sequence's ids, mask and states to their places."""
+        at = self.waiting.pop(id)
+        stream, row = self.streams[at], int(self.offsets[at])
+        self._put(self.starts["input_ids"] + 4 * row, stream.ids.tobytes())
+        self._put(self.starts["loss_mask"] + row, stream.mask.tobytes())
+        for name, tensor in self._stored(states).items():
+            self._put(self.starts[name] + row * tensor.shape[1] * tensor.element_size(), _bytes(tensor))
+
+    def _stored(self, states: States) -> dict[str, Tensor]:
+        if self.kind.store_dtype == "bf16":
+            return {"aux_hidden": states.aux, "last_hidden": states.last}
+        aux, scale = to_fp8(states.aux, len(self.kind.aux_layers))
+        return {"aux_hidden": aux, "aux_scale": scale, "last_hidden": states.last}
+
+    def drop(self, id: str) -> None:
+        """Leave out a sequence whose states could not be had."""
+        self.lost.add(self.waiting.pop(id))
+
+    def complete(self) -> bool:
+        return not self.waiting
+
+    def finish(self, keep_empty: bool = False) -> bool:
+        """Sync, rename; False when every sequence was dropped and there is no shard (`keep_empty`: one of none)."""
+        if self.lost:
+            return self._compact(keep_empty)
+        os.fsync(self.file)
+        os.close(self.file)
+        os.rename(self.temporary, self.path)
+        sync_folder(self.path.parent)
+        return True
+
+    def _compact(self, keep_empty: bool) -> bool:
+        """Copy the sequences that came into a shard without the dropped ones."""
+        os.close(self.file)
+        kept = [stream for i, stream in enumerate(self.streams) if i not in self.lost]
+        os.rename(self.temporary, whole := self.temporary.with_name(f"{self.temporary.name}.whole"))
+        try:
+            if not kept and not keep_empty:
+                return False
+            compact = ShardWriter(self.path, kept, self.kind)
+            with open(whole, "rb") as source:
+                for at, stream in enumerate(self.streams):
+                    if at not in self.lost:
+                        compact._copy(source, self.starts, int(self.offsets[at]), stream)
+            return compact.finish()
+        finally:
+            whole.unlink()
+
+    def _copy(self, source, starts: dict[str, int], row: int, stream: Stream) -> None:
+        """Copy one sequence's rows out of another shard file of the same kind."""
+        to = int(self.offsets[self.waiting.pop(stream.id)])
+        for name, width in _widths(self.kind).items():
+            source.seek(starts[name] + row * width)
+            self._put(self.starts[name] + to * width, source.read(len(stream) * width))
+
+    def abandon(self) -> None:
+        """Close and remove the unfinished file."""
+        os.close(self.file)
+        self.temporary.unlink(missing_ok=True)
+
+    def _put(self, at: int, data) -> None:
+        view = memoryview(data).cast("B")
+        while view:
+            written = os.pwrite(self.file, view, at)
+            view, at = view[written:], at + written
+
+
+class Shard:
+    """A finished shard, mapped; sequences are read as slices."""
+
+    def __init__(self, path: Path):
+        self.path = path
+        try:
+            self.file = safe_open(path, "pt")
+            self.metadata = {key: json.loads(value) for key, value in self.file.metadata().items()}
+            self.facts: list[dict] = self.metadata.pop("sequences")
+            self.offsets: list[int] = self.file.get_tensor("offsets").tolist()
+            if self.metadata["format"] != FORMAT_VERSION or len(self.offsets) != len(self.facts) + 1:
+                raise ValueError(f"format {self.metadata['format']}, {len(self.facts)} sequences")
+        except (SafetensorError, OSError, KeyError, ValueError, AttributeError) as error:
+            raise UserError(f"{path}: not a shard of this project ({error}); `02 --verify` re-extracts it") from None
+
+    def __len__(self) -> int:
+        return len(self.facts)
+
+    def read(self, name: str, start: int, stop: int) -> Tensor:
+        """Rows of one tensor; `aux_hidden` always as bf16."""
+        rows = self.file.get_slice(name)[start:stop]
+        if name == "aux_hidden" and rows.dtype == torch.float8_e4m3fn:
+            return from_fp8(rows, self.file.get_slice("aux_scale")[start:stop])
+        return rows
+
+    def checksums(self) -> dict[str, int]:
+        """By id, the CRC-32 of each sequence's token ids, as common/extraction/streams.py has it of the record."""
+        ids = self.file.get_tensor("input_ids").numpy()
+        spans = zip(self.offsets, self.offsets[1:], strict=False)
+        return {facts["id"]: zlib.crc32(ids[a:b]) for facts, (a, b) in zip(self.facts, spans, strict=True)}
+
+    def sequence(self, i: int) -> tuple[Tensor, Tensor, States]:
+        """(ids int32 [T], mask uint8 [T], states) of sequence i."""
+        span = self.offsets[i], self.offsets[i + 1]
+        states = States(self.read("aux_hidden", *span), self.read("last_hidden", *span))
+        return self.read("input_ids", *span), self.read("loss_mask", *span), states
+
+
+def shard_bytes(kind: ShardKind, streams: list[Stream]) -> int:
+    """The size of the file that holds these streams with their states."""
+    return _header(kind, streams, sum(map(len, streams)))[2]
+
+
+def to_fp8(aux: Tensor, layers: int) -> tuple[Tensor, Tensor]:
+    """(float8_e4m3fn [T, A*H], float32 scale [T, A]) of bf16 [T, A*H]: each token and layer fills fp8's range."""
+    blocks = aux.float().view(len(aux), layers, -1)
+    scale = blocks.abs().amax(-1).clamp_min(1e-12) / FP8_MAX
+    return (blocks / scale[..., None]).to(torch.float8_e4m3fn).view(aux.shape), scale
+
+
+def from_fp8(aux: Tensor, scale: Tensor) -> Tensor:
+    """bf16 [T, A*H] of what `to_fp8` stored."""
+    blocks = aux.float().view(*scale.shape, -1) * scale[..., None]
+    return blocks.view(aux.shape).to(torch.bfloat16)
+
+
+def _widths(kind: ShardKind) -> dict[str, int]:
+    """Bytes a token of each tensor with a row a token."""
+    aux, hidden = len(kind.aux_layers), kind.hidden_size
+    widths = {"input_ids": 4, "loss_mask": 1, "aux_hidden": aux * hidden * STORE_DTYPES[kind.store_dtype][1]}
+    return widths | ({"aux_scale": 4 * aux} if kind.store_dtype == "fp8" else {}) | {"last_hidden": 2 * hidden}
+
+
+def _header(kind: ShardKind, streams: list[Stream], tokens: int) -> tuple[bytes, dict[str, int], int]:
+    """(header bytes, byte place of each tensor, file size); safetensors: u64 length, JSON, data."""
+    aux, hidden = len(kind.aux_layers), kind.hidden_size
+    layout = {
+        "offsets": ("I64", [len(streams) + 1], 8 * (len(streams) + 1)),
+        "aux_hidden": (STORE_DTYPES[kind.store_dtype][0], [tokens, aux * hidden], 0),
+        "last_hidden": ("BF16", [tokens, hidden], 0),
+        "aux_scale": ("F32", [tokens, aux], 0),
+        "input_ids": ("I32", [tokens], 0),
+        "loss_mask": ("U8", [tokens], 0),
+    }
+    widths = _widths(kind)
+    header: dict = {"__metadata__": kind.shard_metadata(streams)}
+    places, at = {}, 0
+    for name, (dtype, shape, size) in layout.items():
+        if name != "offsets" and name not in widths:
+            continue
+        size = size or tokens * widths[name]
+        header[name] = {"dtype": dtype, "shape": shape, "data_offsets": [at, at + size]}
+        places[name], at = at, at + size
+    text = json.dumps(header).encode()
+    text += b" " * (-len(text) % 8)
+    start = 8 + len(text)
+    return len(text).to_bytes(8, "little") + text, {name: start + place for name, place in places.items()}, start + at
+
+
+def _bytes(tensor: Tensor):
+    return tensor.contiguous().view(torch.uint8).numpy()

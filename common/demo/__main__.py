@@ -1,0 +1,46 @@
+"""The whole pipeline on a laptop: the four scripts, one after the other, on the demo's config (`make demo`).
+
+    python -m common.demo [flags of the config common to all stages, such as --run-dir]
+
+Ends with one line of `key=value` pairs for scripts to read.
+"""
+
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+from common.pipeline.command_line import load_settings
+from common.pipeline.errors import UserError, guarded
+from common.pipeline.console import say
+from common.pipeline.manifest import Manifest
+
+CONFIG = "configs/demo.toml"
+STAGES = ("01b_generate_synthetic.py", "02_extract_hidden.py", "03_build_dataset.py", "04_train.py")
+
+
+def main() -> int:
+    started = time.monotonic()
+    arguments = ["--config", CONFIG, *sys.argv[1:]]
+    run_dir = load_settings(arguments, __doc__, ()).run_dir
+    for script in STAGES:
+        say(f"\n$ python {script} {' '.join(arguments)}")
+        code = subprocess.run([sys.executable, script, *arguments]).returncode
+        if code:
+            return code
+    result = Manifest.load(run_dir / "04_draft", "04_draft").counts
+    samples = Manifest.load(run_dir / "02_hidden", "02_hidden").counts["sequences"]
+    lengths = {name: figures["walk"]["3"]["length"] for name, figures in result["baselines"].items()}
+    report = run_dir / "04_draft" / "report.html"
+    say(f"\nThe draft is in {run_dir / '04_draft' / 'export'}; open {Path.cwd() / report} in a browser.")
+    say(
+        f"acceptance_length={result['acceptance']['walk']['3']['length']:.3f} untrained={lengths['untrained']:.3f} "
+        f"bigram={lengths['bigram']:.3f} samples={samples} seconds={time.monotonic() - started:.0f} report={report}"
+    )
+    if result["acceptance"]["walk"]["3"]["length"] <= max(lengths.values()):
+        raise UserError("the trained draft does not beat the untrained draft and the bigram floor")
+    return 0
+
+
+if __name__ == "__main__":
+    guarded(main)

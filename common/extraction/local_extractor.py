@@ -1,0 +1,86 @@
+"""The local extractor: transformers in process, batches of similar length, hooks at the layers' inputs.
+
+aux state k is the residual stream at the input of layer k (vLLM's id k, HF's `hidden_states[k]`). The last state is
+what enters the final norm; `hidden_states[N]` of HF is behind that norm and would be wrong.
+"""
+
+from collections.abc import Iterable, Iterator
+from itertools import islice
+
+import torch
+from torch import Tensor, nn
+
+from common.pipeline.settings import Extract, Target
+from common.generation.local_engine import load_model
+from common.pipeline.errors import UserError
+from common.extraction.extractor import ExtractError
+from common.dataset.shards import States
+from common.extraction.streams import Stream
+
+WINDOW = 16  # batches that are sorted by length together
+
+
+class LocalExtractor:
+    """States from the target in this process."""
+
+    def __init__(self, target: Target, settings: Extract, aux_layers: tuple[int, ...]):
+        self.model = load_model(target, settings.device)
+        decoder = self.model.get_decoder()
+        self.decoder = getattr(decoder, "language_model", decoder)  # a vision wrapper's text model
+        if not isinstance(getattr(self.decoder, "layers", None), nn.ModuleList) or not hasattr(self.decoder, "norm"):
+            raise UserError(f"{target.model!r}: no .layers and .norm in its decoder; use --extractor vllm")
+        self.aux_layers, self.batch_tokens = aux_layers, settings.batch_tokens
+        self.device = self.model.device
+        self.description = f"transformers in process on {self.device}, batches of {self.batch_tokens} tokens"
+
+    def probe(self, stream: Stream) -> None:
+        """Nothing to ask: the model was built from this config's own files."""
+
+    def states(self, streams: Iterable[Stream]) -> Iterator[tuple[Stream, States | ExtractError]]:
+        """States of each stream; a window of streams is sorted by length so that batches waste little padding."""
+        streams = iter(streams)
+        while window := list(islice(streams, self._window(64))):
+            window.sort(key=len)
+            while window:
+                batch = self._take_batch(window)
+                yield from zip(batch, self._forward(batch), strict=True)
+
+    def _window(self, typical_tokens: int) -> int:
+        return max(1, WINDOW * self.batch_tokens // (typical_tokens * 8))
+
+    def _take_batch(self, window: list[Stream]) -> list[Stream]:
+        """Pop the longest streams that fit `batch_tokens` with their padding; one at least."""
+        longest = len(window[-1])
+        size = max(1, self.batch_tokens // longest)
+        batch = window[-size:]
+        del window[-size:]
+        return batch
+
+    @torch.inference_mode()
+    def _forward(self, batch: list[Stream]) -> list[States]:
+        """One forward: padding stands on the right, where causal attention never looks at it, so no mask is needed."""
+        width = max(map(len, batch))
+        ids = torch.zeros(len(batch), width, dtype=torch.long)
+        for row, stream in zip(ids, batch, strict=True):
+            row[: len(stream)] = torch.frombuffer(stream.ids, dtype=torch.int32)
+        kept: dict[int | str, Tensor] = {}
+        hooks = [
+            self.decoder.layers[k].register_forward_pre_hook(_keep_input(kept, k), with_kwargs=True)
+            for k in self.aux_layers
+        ]
+        hooks.append(self.decoder.norm.register_forward_pre_hook(_keep_input(kept, "last"), with_kwargs=True))
+        try:
+            self.decoder(input_ids=ids.to(self.device), use_cache=False)
+        finally:
+            for hook in hooks:
+                hook.remove()
+        aux = torch.cat([kept[k].to(torch.bfloat16).cpu() for k in self.aux_layers], dim=-1)
+        last = kept["last"].to(torch.bfloat16).cpu()
+        return [States(aux[i, : len(s)], last[i, : len(s)]) for i, s in enumerate(batch)]
+
+
+def _keep_input(kept: dict, key):
+    def hook(module, args, kwargs):
+        kept[key] = args[0] if args else kwargs["hidden_states"]
+
+    return hook

@@ -1,0 +1,101 @@
+"""Reading a chat completion from the body that was received, wherever the server put the reasoning; and the models.
+
+The openai client's typed objects hide fields that they do not know: that is how `reasoning` was once lost. So nothing
+here looks at them.
+"""
+
+import json
+
+from common.generation.engine import Answer, EngineError
+from common.target.protocol import Protocol
+
+REASONING_FIELDS = ("reasoning", "reasoning_content")  # vLLM 0.16 and newer; SGLang and older vLLM
+FINISHED = ("stop", "length", "tool_calls", "function_call", "content_filter")
+
+
+def read_reply(text: str, protocol: Protocol, opened: bool, server: str = "") -> Answer:
+    """The answer in a chat completion's raw body; raises EngineError for a body that is none.
+
+    `opened`: the prompt leaves the reasoning open, so that a closing marker in the content is the target's own. So is
+    an opening one at its start, where the target writes both.
+    """
+    try:
+        body = json.loads(text)
+        choice = body["choices"][0]
+        message = choice["message"]
+        finish_reason = choice["finish_reason"]
+        content = message.get("content")
+        fields = field_kinds(message)
+    except (ValueError, KeyError, IndexError, TypeError, AttributeError):
+        raise EngineError(_no_reply(text), retry=True) from None
+    if finish_reason not in FINISHED:  # "abort", "error" or nothing: the server gave up on this one
+        raise EngineError(f"the server finished with {finish_reason!r}", retry=True)
+    if not isinstance(content, str | None):
+        raise EngineError(f"the content is no text but {_kind(content)}", retry=False)
+    field = next((name for name in REASONING_FIELDS if _is_text(message.get(name))), "")
+    reasoning = message.get(field)
+    begins = protocol.think_open is not None and (content or "").lstrip().startswith(protocol.opener)
+    if not field and content and (begins or (opened and protocol.closer in content)):
+        field = "content"
+        reasoning, content = protocol.split_text(content, opened)
+    elif field and begins:
+        inner, rest = protocol.split_text(content, opened)
+        if inner.strip() == reasoning.strip():  # some servers copy the reasoning out and leave the block where it was
+            content = rest
+    usage = body.get("usage")
+    return Answer(
+        finish_reason=finish_reason,
+        prompt_ids=_ids(body.get("prompt_token_ids") or choice.get("prompt_token_ids")),
+        output_ids=_ids(choice.get("token_ids") or message.get("token_ids")),
+        reasoning=reasoning,
+        content=content,
+        reasoning_field=field,
+        fields=fields,
+        usage=usage if isinstance(usage, dict) else None,
+        server=server,
+    )
+
+
+def read_models(text: str) -> list[dict]:
+    """The models that a server lists, from the raw body of /v1/models; raises ValueError for a body that is none."""
+    try:
+        models = json.loads(text)["data"]
+        if models and all(isinstance(model["id"], str) for model in models):
+            return models
+    except (ValueError, KeyError, TypeError):
+        pass
+    raise ValueError(f"no list of models but {_shortly(text)}")
+
+
+def field_kinds(value: dict) -> dict[str, str]:
+    """What each field of a received object holds, in a word or two."""
+    return {str(name): _kind(item) for name, item in value.items()}
+
+
+def _is_text(value) -> bool:
+    return isinstance(value, str) and bool(value)
+
+
+def _kind(value) -> str:
+    if value is None:
+        return "null"
+    if isinstance(value, str):
+        return "text" if value else "empty text"
+    if isinstance(value, list | dict):
+        return type(value).__name__ if value else f"empty {type(value).__name__}"
+    return type(value).__name__
+
+
+def _ids(value) -> list[int] | None:
+    return value if isinstance(value, list) and value and all(type(id) is int for id in value) else None
+
+
+def _no_reply(text: str) -> str:
+    """Why a body with status 200 is no reply: the server's own error message where it has one."""
+    return f"no chat completion but {_shortly(text)}"
+
+
+def _shortly(text: str) -> str:
+    """The beginning of a received body in one line."""
+    said = " ".join(text.split())[:200]
+    return repr(said) if said else "an empty body"

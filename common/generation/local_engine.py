@@ -1,0 +1,178 @@
+"""The embedded engine: transformers in process, CPU or GPU, requests decoded in batches.
+
+Sampling is greedy decoding over logits with Gumbel noise from the request's own seed (Gumbel-max trick: equal to
+sampling from the softmax), so that a reply depends on its request alone and not on the batch it happened to be in.
+"""
+
+import asyncio
+
+import torch
+from transformers import AutoModelForCausalLM, LogitsProcessor, LogitsProcessorList, StoppingCriteria, TopPLogitsWarper
+from transformers.utils import logging
+
+from common.pipeline.settings import Target
+from common.generation.engine import Answer, Request, Sampling
+from common.pipeline.errors import UserError
+from common.target.protocol import Protocol, require_model
+
+BATCH_WAIT_S = 0.05  # how long a batch that is not full waits for company
+
+
+def pick_device(name: str) -> str:
+    """`auto` is the GPU where there is one."""
+    return ("cuda" if torch.cuda.is_available() else "cpu") if name == "auto" else name
+
+
+def load_model(target: Target, device: str):
+    """The target in bf16, ready to run; raises UserError where it can't be loaded."""
+    require_model(target.model)
+    logging.set_verbosity_error()
+    logging.disable_progress_bar()
+    try:
+        model = AutoModelForCausalLM.from_pretrained(
+            target.model,
+            revision=target.revision or None,
+            trust_remote_code=target.trust_remote_code,
+            dtype=torch.bfloat16,
+        )
+    except (OSError, ValueError) as error:
+        raise UserError(f"cannot load {target.model!r}: {str(error).strip().splitlines()[0]}") from None
+    return model.to(pick_device(device)).eval()
+
+
+class LocalEngine:
+    """Answers requests with the target in this process, `concurrency` of them side by side."""
+
+    def __init__(self, target: Target, protocol: Protocol, batch_size: int, device: str):
+        self.target, self.protocol, self.concurrency, self.device = target, protocol, batch_size, device
+        self.model, self.version, self.stopping = target.model, "", Stopping()
+
+    async def __aenter__(self) -> "LocalEngine":
+        import transformers
+
+        self.network = await asyncio.to_thread(load_model, self.target, self.device)
+        self.version = f"transformers {transformers.__version__}"
+        self.waiting: asyncio.Queue = asyncio.Queue()
+        self.worker = asyncio.create_task(self._work())
+        return self
+
+    async def __aexit__(self, *error) -> None:
+        self.worker.cancel()
+        self.stopping.asked = True  # Ctrl-C need not wait for the batch to end
+
+    async def wait_until_back(self, patience_s: float) -> bool:
+        return True  # in process, no request gets lost
+
+    async def answer(self, request: Request, sampling: Sampling) -> Answer:
+        future = asyncio.get_running_loop().create_future()
+        await self.waiting.put((request, sampling, future))
+        return await future
+
+    async def _work(self) -> None:
+        """Collect what is waiting into a batch, decode it in a thread, hand the answers out."""
+        while True:
+            batch = [await self.waiting.get()]
+            while len(batch) < self.concurrency:
+                try:
+                    batch.append(await asyncio.wait_for(self.waiting.get(), BATCH_WAIT_S))
+                except TimeoutError:
+                    break
+            requests, samplings, futures = zip(*batch, strict=True)
+            try:
+                answers = await asyncio.to_thread(self.decode, list(requests), samplings[0])
+            except Exception as error:
+                answers = [error] * len(batch)
+            for future, answer in zip(futures, answers, strict=True):
+                if future.cancelled():
+                    continue
+                if isinstance(answer, Exception):
+                    future.set_exception(answer)
+                else:
+                    future.set_result(answer)
+
+    @torch.inference_mode()
+    def decode(self, requests: list[Request], sampling: Sampling) -> list[Answer]:
+        """Answers to a batch: prompts padded on the left, decoded until each wrote its end token or is cut."""
+        width = max(len(request.prompt_ids) for request in requests)
+        end = self.protocol.end
+        pads = [width - len(request.prompt_ids) for request in requests]
+        ids = torch.tensor([[end] * pad + r.prompt_ids for pad, r in zip(pads, requests, strict=True)])
+        mask = torch.tensor([[0] * pad + [1] * (width - pad) for pad in pads])
+        processors = LogitsProcessorList()
+        if sampling.temperature > 0:
+            processors.append(GumbelSampling([r.seed for r in requests], sampling.temperature, sampling.top_p))
+        if sampling.thinking and sampling.thinking_budget and self.protocol.think_close is not None:
+            processors.append(
+                ThinkingBudget(width, sampling.thinking_budget, self.protocol.think_close, self.protocol.end)
+            )
+        output = self.network.generate(
+            ids.to(self.network.device),
+            attention_mask=mask.to(self.network.device),
+            max_new_tokens=max(request.max_tokens for request in requests),
+            do_sample=False,
+            temperature=None,
+            top_p=None,
+            top_k=None,
+            eos_token_id=end,
+            pad_token_id=end,
+            logits_processor=processors,
+            stopping_criteria=[self.stopping],
+        )
+        return [
+            self._answer(r, row.tolist()) for r, row in zip(requests, output[:, width:].cpu(), strict=True)
+        ]  # fmt: skip
+
+    def _answer(self, request: Request, ids: list[int]) -> Answer:
+        ids = ids[: request.max_tokens]
+        end = self.protocol.end
+        output_ids = ids[: ids.index(end) + 1] if end in ids else ids
+        reply = self.protocol.split(request.prompt_ids, output_ids)
+        return Answer(
+            finish_reason="stop" if reply.ended else "length",
+            prompt_ids=request.prompt_ids,
+            output_ids=output_ids,
+            reasoning=self.protocol.decode(reply.reasoning_ids) or None,
+            content=self.protocol.decode(reply.content_ids) or None,
+            reasoning_field="ids" if reply.reasoning_ids else "",
+            usage={"prompt_tokens": len(request.prompt_ids), "completion_tokens": len(output_ids)},
+            server=self.version,
+        )
+
+
+class Stopping(StoppingCriteria):
+    """Ends a batch early once that is asked for; its replies are thrown away then."""
+
+    asked = False
+
+    def __call__(self, input_ids, scores, **_):
+        return torch.full((input_ids.shape[0],), self.asked, device=input_ids.device)
+
+
+class GumbelSampling(LogitsProcessor):
+    """Turns greedy decoding into sampling: scores are the tempered, nucleus-cut logits plus each row's own noise."""
+
+    def __init__(self, seeds: list[int], temperature: float, top_p: float):
+        self.generators = [torch.Generator().manual_seed(seed) for seed in seeds]
+        self.temperature, self.nucleus = temperature, TopPLogitsWarper(top_p) if top_p < 1 else None
+
+    def __call__(self, input_ids, scores):
+        scores = scores.float() / self.temperature
+        if self.nucleus is not None:
+            scores = self.nucleus(input_ids, scores)
+        noise = torch.stack([torch.empty(scores.shape[1]).exponential_(generator=g) for g in self.generators])
+        return scores - noise.log().to(scores.device)
+
+
+class ThinkingBudget(LogitsProcessor):
+    """Writes the closing token where the reasoning is still open after `budget` tokens, as vLLM's own budget does."""
+
+    def __init__(self, prompt_width: int, budget: int, close_id: int, end_id: int):
+        self.prompt_width, self.budget, self.close_id, self.end_id = prompt_width, budget, close_id, end_id
+
+    def __call__(self, input_ids, scores):
+        output = input_ids[:, self.prompt_width :]
+        if output.shape[1] == self.budget:
+            thinking = ~((output == self.close_id) | (output == self.end_id)).any(dim=1)
+            scores[thinking] = -torch.inf
+            scores[thinking, self.close_id] = 0
+        return scores

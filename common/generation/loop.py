@@ -1,0 +1,240 @@
+"""The concurrent loop of stage 01b: retries, deadlines, circuit breaker, silence watch, progress.
+
+As many workers as the engine takes requests draw units of work from one planner. A record is appended the moment its
+reply is checked; whatever stops the run, finished samples stay.
+"""
+
+import asyncio
+import os
+import random
+import time
+from collections import Counter
+
+from common.pipeline.settings import Generate
+from common.generation.engine import Answer, Engine, EngineError, Request
+from common.pipeline.errors import SafetyStop
+from common.generation.work import Planner, Unit, sampling_of
+from common.pipeline.console import Progress, say
+from common.target.protocol import Protocol
+from common.generation.record import Counts, FailureList, Stored, check_rebuilt, counted_tokens, make_record
+from common.questions.conversations import Unusable
+from common.pipeline.manifest import JsonlParts
+
+LONGEST_PAUSE_S = 60.0
+SYNC_EVERY_S = 10.0  # how much a power cut may take; a killed process loses nothing
+COMPARE_FIRST, COMPARE_EVERY = 64, 16  # replies whose ids are also rebuilt from text: the honest mismatch rate
+
+
+class Generation:
+    """One run of the loop over a planner's units; `await run()` returns when all are done, or raises SafetyStop."""
+
+    def __init__(
+        self,
+        engine: Engine,
+        protocol: Protocol,
+        settings: Generate,
+        planner: Planner,
+        records: JsonlParts,
+        stored: Stored,
+        failures: FailureList,
+        counts: Counts,
+    ):
+        self.engine, self.protocol, self.settings, self.planner = engine, protocol, settings, planner
+        self.records, self.stored, self.failures, self.counts = records, stored, failures, counts
+        self.sampling = sampling_of(settings)
+        self.failed_in_a_row = self.in_flight = 0
+        # The first records of a thinking run wait here until one of them carries reasoning: silent ones from a server
+        # that hides it must not count as done when the same command goes on with a mended server.
+        self.watching = self.sampling.thinking and protocol.think_open is not None
+        self.held: list[tuple[dict, Answer]] = []
+
+    async def run(self, total: int | None) -> None:
+        """`total`: samples that are wanted, as far as that is known."""
+        with Progress("generate", total, "samples", done=min(len(self.stored), total or 0)) as self.progress:
+            self.started = time.monotonic()
+            workers = [asyncio.create_task(self._work()) for _ in range(self.engine.concurrency)]
+            syncing = asyncio.create_task(self._sync())
+            try:
+                await asyncio.gather(*workers)
+                self._settle_held()
+                self.progress.resize(self.counts.planned)
+            finally:
+                for task in (*workers, syncing):
+                    task.cancel()
+                await asyncio.gather(*workers, syncing, return_exceptions=True)
+
+    async def _work(self) -> None:
+        for unit in self.planner:  # one plain iterator shared by the workers: each unit goes to one of them
+            await self._converse(unit)
+
+    async def _sync(self) -> None:
+        while True:
+            await asyncio.sleep(SYNC_EVERY_S)
+            handle = self.records.handle_to_sync()
+            if handle is not None:
+                try:
+                    await asyncio.to_thread(os.fsync, handle)
+                finally:
+                    os.close(handle)
+
+    # ---- conversations ----
+
+    async def _converse(self, unit: Unit) -> None:
+        """Generate the missing turns of one conversation in order, each from the history as the target wrote it."""
+        messages, prompt_ids = unit.question.messages, unit.prompt_ids
+        for turn, id in enumerate(unit.ids):
+            source = unit.question.source | {"turn": turn, "repeat": unit.repeat, "question": unit.question.opening}
+            if id in self.stored:
+                record = self.stored.record(id)
+            else:
+                try:
+                    prompt_ids = prompt_ids if turn == 0 else self.planner.prompt_ids(messages)
+                except Unusable as error:
+                    return self._drop(unit, turn, error.reason, error.detail)
+                record = await self._sample(id, messages, prompt_ids, source)
+            if record is None or record["finish_reason"] != "stop":
+                return self._drop(unit, turn + 1, "an earlier turn is missing or was cut")
+            if turn + 1 < len(unit.ids):
+                reply = {"role": "assistant", "content": record["content"] or ""}
+                messages = [*messages, reply, *unit.question.followups[turn]]
+
+    def _drop(self, unit: Unit, turn: int, reason: str, detail: str = "") -> None:
+        """Leave the turns from `turn` on out: without what comes before them they can't be asked."""
+        for id in unit.ids[turn:]:
+            self.counts.dropped += 1
+            self.planner.skip(reason, detail, id=id, source=unit.question.source)
+
+    async def _sample(self, id: str, messages: list[dict], prompt_ids: list[int], source: dict) -> dict | None:
+        room = self.settings.context_tokens - len(prompt_ids)
+        seed = (int(id, 16) ^ self.settings.seed) % 2**31
+        request = Request(id, messages, prompt_ids, seed, min(self.sampling.max_tokens, room))
+        self.in_flight += 1
+        try:
+            answer, seconds = await self._ask(request)
+            compare = self.counts.new < COMPARE_FIRST or self.counts.new % COMPARE_EVERY == 0
+            record = make_record(
+                request, answer, source, self.sampling, self.protocol, self.engine.model, seconds, compare
+            )
+            silent = self.watching and not record["reasoning"]
+            if not silent:
+                check_rebuilt(record)
+        except EngineError as error:
+            self._count_failure(id, source, str(error))
+            return None
+        finally:
+            self.in_flight -= 1
+        self.failed_in_a_row = 0
+        if silent:
+            self._hold(record, answer)
+        else:
+            self.watching = False
+            self._store_held()
+            self._store(record)
+        return record
+
+    async def _ask(self, request: Request) -> tuple[Answer, float]:
+        """(answer, its seconds): growing pauses with jitter between tries, or as long as the server asks for.
+
+        A request that never arrived is no try: it waits until a server takes connections again.
+        """
+        tries = 0
+        while True:
+            started = time.monotonic()
+            try:
+                async with asyncio.timeout(self.settings.request_timeout_s):
+                    answer = await self.engine.answer(request, self.sampling)
+                return answer, time.monotonic() - started
+            except TimeoutError:
+                error = EngineError(f"no answer within {self.settings.request_timeout_s:g} s", retry=True)
+            except EngineError as received:
+                error = received
+            if error.lost:
+                if not await self.engine.wait_until_back(self.settings.outage_s):
+                    raise SafetyStop(f"no server for {self.settings.outage_s:g} s ({error}); start it and rerun")
+                continue
+            tries += 1
+            if not error.retry or tries > self.settings.retries:
+                raise error
+            pause = min(2.0 ** (tries - 1), LONGEST_PAUSE_S) * random.uniform(0.5, 1.0)
+            if error.wait_s is not None:  # what the server asks for is honoured, within the request's own deadline
+                pause = min(error.wait_s, self.settings.request_timeout_s) * random.uniform(1.0, 1.1)
+            await asyncio.sleep(pause)
+
+    # ---- what comes in ----
+
+    def _store(self, record: dict) -> None:
+        self.records.append(record)
+        self.counts.add(record, self.protocol)
+        self.counts.new += 1
+        self.counts.new_output_tokens += len(record["output_ids"])
+        self._show(1)
+
+    def _hold(self, record: dict, answer: Answer) -> None:
+        self.held.append((record, answer))
+        if len(self.held) == self.settings.silence_after:  # once: others may come in before the workers are stopped
+            self._stop_for_silence()
+
+    def _settle_held(self) -> None:
+        """At the end of a run too short for the watch: earlier records with reasoning speak for these few."""
+        if self.held and not self.counts.with_reasoning:
+            self._stop_for_silence()
+        self._store_held()
+
+    def _store_held(self) -> None:
+        held, self.held = self.held, []
+        for record, _ in held:
+            try:
+                check_rebuilt(record)
+            except EngineError as error:
+                self._count_failure(record["id"], record["source"], str(error))
+            else:
+                self._store(record)
+
+    def _stop_for_silence(self) -> None:
+        """Stop a thinking run whose first replies all lack reasoning: the fault that this project began with."""
+        seen = Counter(f"{name} ({kind})" for _, answer in self.held for name, kind in answer.fields.items())
+        say("  the server sent, field by field:")
+        for name, count in sorted(seen.items()):
+            say(f"    message.{name} in {count} of {len(self.held)} replies")
+        counted = sum(counted_tokens(answer.usage) or 0 for _, answer in self.held)
+        written = sum(len(record["output_ids"]) for record, _ in self.held)
+        hidden = counted > 1.2 * written + 16
+        say(f"    usage.completion_tokens: {counted} in all; the texts received make {written} tokens")
+        fix = (
+            "it wrote more than it sent: its parser, or a proxy, drops the reasoning"
+            if hidden
+            else "start it with its reasoning parser (vLLM: --reasoning-parser kimi_k2) and its own chat template"
+        )
+        raise SafetyStop(
+            f"thinking is on, but none of the first {len(self.held)} replies carries reasoning in any field; {fix}; "
+            "or use --no-thinking. None of them was stored; --probe looks at one reply closely"
+        )
+
+    def _count_failure(self, id: str, source: dict, reason: str) -> None:
+        self.counts.failed += 1
+        self.failed_in_a_row += 1
+        self.failures.append("failed", reason, id=id, source=source)
+        self._show(0)
+        if self.failed_in_a_row == self.settings.breaker:
+            raise SafetyStop(
+                f"{self.failed_in_a_row} requests failed in a row, the last with: {reason}; rerun to go on"
+            )
+
+    def silent_share(self) -> float:
+        """Share of the samples without reasoning, 0 where none is expected."""
+        thinking = self.sampling.thinking and self.protocol.think_open is not None
+        return 1 - self.counts.with_reasoning / self.counts.done if thinking and self.counts.done else 0.0
+
+    def _show(self, done: int) -> None:
+        counts, elapsed = self.counts, max(time.monotonic() - self.started, 1e-9)
+        silent = self.silent_share()
+        warning = {"WARNING": f"{silent:.0%} without reasoning"} if silent > self.settings.max_silent_share else {}
+        self.progress.update(
+            done,
+            failed=counts.failed,
+            in_flight=self.in_flight,
+            tokens_s=f"{counts.new_output_tokens / elapsed:.0f}",
+            mean_tokens=f"{counts.output_tokens / max(counts.done, 1):.0f}",
+            reasoning=f"{counts.with_reasoning / max(counts.done, 1):.0%}",
+            **warning,
+        )

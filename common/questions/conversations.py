@@ -1,0 +1,222 @@
+"""One data set row of any chat schema in use -> chat messages in one form: role, content as text, tool calls.
+
+Schemas meet in one file, so each row is looked at on its own.
+"""
+
+import json
+import math
+
+from common.target.messages import clean_text, parse_arguments
+
+ROLES = {
+    "system": "system", "developer": "system",
+    "human": "user", "user": "user", "prompter": "user",
+    "gpt": "assistant", "assistant": "assistant", "model": "assistant", "chatgpt": "assistant", "bot": "assistant",
+    "tool": "tool", "function": "tool", "observation": "tool", "function_response": "tool",
+    "function_call": "call", "tool_call": "call",
+}  # fmt: skip
+LISTS = ("conversations", "messages", "conversation", "prompt", "chosen", "turns")
+TEXTS = ("prompt", "question", "query", "text")
+DEEPEST = 100  # levels of tool arguments: deeper ones are nobody's, and end in a reader's recursion limit
+
+
+class Unusable(Exception):
+    """A row that cannot be asked: the reason that is counted, and what there is to say about this very row."""
+
+    def __init__(self, reason: str, detail: str = ""):
+        super().__init__(reason)
+        self.reason, self.detail = reason, detail
+
+
+def is_row(value: dict) -> bool:
+    """Whether an object is itself a conversation, not a file's wrapping around its rows."""
+    texts = any(isinstance(value.get(key), str) for key in ("instruction", *TEXTS))
+    return texts or any(_is_turns(value[key]) for key in LISTS if isinstance(value.get(key), list))
+
+
+def chat_messages(row, first_turn_only: bool = False) -> list[dict]:
+    """The row's messages; raises Unusable. `first_turn_only`: what comes after the first reply is not looked at."""
+    if isinstance(row, str):
+        return [_user(row)]
+    if isinstance(row, list):
+        row = {"messages": row}
+    if not isinstance(row, dict):
+        raise Unusable("not an object")
+    if row.get("images") or row.get("image"):
+        raise Unusable("images")
+    if _listed(row.get("tools")) or _listed(row.get("functions")):
+        raise Unusable("tools, which no question is asked with")
+    messages = [m for m in _turns(row, first_turn_only) if m["role"] != "system" or m["content"].strip()]
+    system = next((row[key] for key in ("system", "system_prompt") if _is_text(row.get(key))), None)
+    if system and not (messages and messages[0]["role"] == "system"):
+        messages = [{"role": "system", "content": clean_text(system)}, *messages]
+    return messages
+
+
+def _turns(row: dict, first_turn_only: bool) -> list[dict]:
+    lists = [row[key] for key in LISTS if isinstance(row.get(key), list)]
+    turns = next(filter(None, lists), None)
+    if turns:
+        return _from_list(turns, first_turn_only)
+    main = next((key for key in ("instruction", *TEXTS) if isinstance(row.get(key), str)), None)
+    if main is None:
+        raise Unusable("no user turn" if lists else "no known chat column")
+    _check_place(row)
+    context = row.get("context")
+    if context and not isinstance(context, str):
+        raise Unusable("a context that is not text")
+    asked, input = row[main], row.get("input") if main == "instruction" else None
+    if not _is_text(asked) and not _is_text(input):
+        raise Unusable("empty question")
+    text = "\n\n".join(part for part in (asked, context, input) if _is_text(part))
+    return [*_history(row.get("history")), _user(text)]
+
+
+def _check_place(row: dict) -> None:
+    """Raise Unusable for one message of a conversation whose messages are rows, unless it is a user's and the first."""
+    name = row.get("role")
+    role = ROLES.get(name.lower()) if isinstance(name, str) else None  # other names are a column of another meaning
+    if role not in (None, "user"):
+        raise Unusable("a message that is not a user's")
+    if role and row.get("parent_id"):
+        raise Unusable("a message without those before it")
+
+
+def _history(history) -> list[dict]:
+    """The turns before a row's own question, as pairs of question and answer."""
+    messages = []
+    for pair in _listed(history):
+        if not isinstance(pair, list) or len(pair) != 2 or not isinstance(pair[0], str):
+            raise Unusable("a history that is not pairs of texts")
+        messages += [_user(pair[0]), {"role": "assistant", "content": ""}]
+    return messages
+
+
+def _listed(value) -> list:
+    """A column that holds a list, or the JSON text of one; what is neither is a list of itself."""
+    if isinstance(value, str):
+        try:
+            value = json.loads(value or "null")
+        except (ValueError, RecursionError):
+            return [value]
+    return value if isinstance(value, list) else [value] if value else []
+
+
+def _is_text(value) -> bool:
+    return isinstance(value, str) and bool(value.strip())
+
+
+def _is_turns(values: list) -> bool:
+    """Whether a list is one conversation: bare texts, or objects that say who speaks."""
+    return bool(values) and all(
+        isinstance(value, str) or (isinstance(value, dict) and ("role" in value or "from" in value)) for value in values
+    )
+
+
+def _from_list(turns: list, first_turn_only: bool) -> list[dict]:
+    messages: list[dict] = []
+    for turn in turns:
+        if isinstance(turn, str):  # bare texts are a user's turns, each of which wants its own reply
+            messages += [_user(turn), {"role": "assistant", "content": ""}]
+        else:
+            messages.append(_message(turn, messages))
+        reply = messages[-1]["role"] == "assistant" and not messages[-1].get("tool_calls")
+        if first_turn_only and reply and any(m["role"] == "user" for m in messages):
+            break
+    return messages
+
+
+def _user(text: str) -> dict:
+    return {"role": "user", "content": clean_text(text)}
+
+
+def _message(turn, before: list[dict]) -> dict:
+    if not isinstance(turn, dict):
+        raise Unusable("a turn is not an object")
+    name = turn.get("role") or turn.get("from")
+    role = ROLES.get(name.lower()) if isinstance(name, str) else None
+    if role is None:
+        raise Unusable("unknown role", clean_text(name)[:100] if isinstance(name, str) else "")
+    content = next((turn[key] for key in ("content", "value", "text") if turn.get(key) is not None), "")
+    if role == "call":
+        return {"role": "assistant", "content": "", "tool_calls": _calls([_call_in_text(content)], before)}
+    if role == "assistant" and (calls := turn.get("tool_calls") or _legacy_calls(turn)):
+        return {"role": role, "content": _text(content), "tool_calls": _calls(calls, before)}
+    if role == "assistant":
+        return {"role": role, "content": ""}  # the target writes this turn itself: what it was is of no interest
+    message = {"role": role, "content": _text(content)}
+    if role == "tool":
+        message["tool_call_id"] = _answered_call(turn.get("tool_call_id"), before)
+    return message
+
+
+def _text(content) -> str:
+    """The text of a content, which may be a list of typed parts."""
+    if isinstance(content, str):
+        return clean_text(content)
+    if not isinstance(content, list):
+        raise Unusable("content that is not text")
+    for part in content:
+        if not isinstance(part, dict) or not isinstance(part.get("text"), str):
+            kind = part.get("type") if isinstance(part, dict) else None
+            raise Unusable("images" if isinstance(kind, str) and "image" in kind else "content that is not text")
+    return clean_text("".join(part["text"] for part in content))
+
+
+# ---- tool calls ----
+
+
+def _calls(calls, before: list[dict]) -> list[dict]:
+    """Tool calls in the OpenAI form; a call without an id gets one in Kimi's form, functions.NAME:NUMBER."""
+    if not isinstance(calls, list):
+        raise Unusable("tool calls that are no list")
+    number = sum(len(message.get("tool_calls", ())) for message in before)
+    formed = []
+    for call in calls:
+        function = call.get("function", call) if isinstance(call, dict) else None
+        if not isinstance(function, dict) or not isinstance(function.get("name"), str):
+            raise Unusable("tool calls without a name")
+        id = call.get("id")
+        name = clean_text(function["name"])
+        formed.append({
+            "id": clean_text(id) if _is_text(id) else f"functions.{name}:{number + len(formed)}", "type": "function",
+            "function": {"name": name, "arguments": _json_value(parse_arguments(function.get("arguments")))},
+        })  # fmt: skip
+    return formed
+
+
+def _legacy_calls(turn: dict) -> list:
+    """The one call of a message from before tool calls had ids."""
+    return [turn["function_call"]] if turn.get("function_call") else []
+
+
+def _call_in_text(content) -> dict:
+    try:
+        return json.loads(content)
+    except (TypeError, ValueError, RecursionError):
+        raise Unusable("tool calls that are not JSON") from None
+
+
+def _json_value(value, depth: int = 0):
+    """Tool arguments as every JSON reader takes them; raises Unusable for a value that JSON has no form of."""
+    if isinstance(value, str):
+        return clean_text(value)
+    if value is None or isinstance(value, int) or (isinstance(value, float) and math.isfinite(value)):
+        return value
+    if isinstance(value, list) and depth < DEEPEST:
+        return [_json_value(item, depth + 1) for item in value]
+    if isinstance(value, dict) and depth < DEEPEST:
+        return {clean_text(key): _json_value(item, depth + 1) for key, item in value.items()}
+    raise Unusable("tool calls that are not JSON")
+
+
+def _answered_call(id, before: list[dict]) -> str:
+    """The call that a tool's result answers: the one that it names, else the first without a result."""
+    calls = [call["id"] for message in before for call in message.get("tool_calls", ())]
+    if isinstance(id, str) and clean_text(id) in calls:
+        return clean_text(id)
+    answered = {message.get("tool_call_id") for message in before}
+    found = next((call for call in calls if call not in answered), None)
+    if found is None:
+        raise Unusable("a tool result without its call")
+    return found

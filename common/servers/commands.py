@@ -1,0 +1,70 @@
+"""The commands that start the target's vLLM servers, as text to copy: for generation, for extraction, with a draft."""
+
+import json
+import shlex
+from pathlib import Path
+
+from common.pipeline.settings import Extract, Target
+
+EXTRACTION_CONNECTOR = "ExampleHiddenStatesConnector"  # vLLM's own; on GPUs nothing of ours runs in the server
+
+
+def generation_command(target: Target, port: int, max_model_len: int) -> str:
+    """Serve the target for stage 01b: reasoning parsed, prompts cached."""
+    flags = ["--max-model-len", str(max_model_len)]
+    flags += ["--reasoning-parser", target.reasoning_parser] if target.reasoning_parser else []
+    return _command(target, port, flags)
+
+
+def extraction_command(target: Target, settings: Extract, port: int, aux_layers: tuple[int, ...], layers: int) -> str:
+    """Serve the target for stage 02: states at the inputs of `aux_layers` and behind the last of `layers`.
+
+    The development mode only opens /server_info, by which 02 compares layer list and spool before it asks for a state.
+    """
+    flags = ["--max-model-len", str(settings.max_tokens_per_sample + 1)]  # one generated token, thrown away
+    flags += extraction_flags(settings.spool, aux_layers, layers)
+    return "VLLM_SERVER_DEV_MODE=1 " + _command(target, port, flags)
+
+
+def extraction_flags(spool: str, aux_layers: tuple[int, ...], layers: int, connector: dict | None = None) -> list[str]:
+    """The flags that turn a vLLM server into an extraction server; `connector` replaces vLLM's own."""
+    ids = [*aux_layers, layers]
+    speculative = {
+        "method": "extract_hidden_states",
+        "num_speculative_tokens": 1,
+        "draft_model_config": {"hf_config": {"eagle_aux_hidden_state_layer_ids": ids}},
+    }
+    transfer = {
+        "kv_connector": EXTRACTION_CONNECTOR,
+        "kv_role": "kv_producer",
+        # The connector does not read the ids; a server says of itself nothing but this, and 02 compares it.
+        "kv_connector_extra_config": {"shared_storage_path": str(Path(spool).resolve()), "layer_ids": ids},
+    }
+    # A prompt whose beginning is cached would come back without that beginning's states.
+    return [
+        "--no-enable-prefix-caching",
+        "--speculative-config",
+        json.dumps(speculative),
+        "--kv-transfer-config",
+        json.dumps(transfer | (connector or {})),
+    ]
+
+
+def draft_command(target: Target, port: int, draft_folder: str, draft_tokens: int) -> str:
+    """Serve the target with a trained draft."""
+    speculative = {"method": "eagle3", "model": draft_folder, "num_speculative_tokens": draft_tokens}
+    flags = ["--reasoning-parser", target.reasoning_parser] if target.reasoning_parser else []
+    return _command(target, port, [*flags, "--speculative-config", json.dumps(speculative)])
+
+
+def _command(target: Target, port: int, flags: list[str]) -> str:
+    """One shell line per flag."""
+    words = ["vllm", "serve", target.model, "--port", str(port)]
+    words += ["--tensor-parallel-size", str(target.tensor_parallel)] if target.tensor_parallel > 1 else []
+    lines = [" ".join(map(shlex.quote, words))]
+    for word in [*target.server_flags, *flags]:
+        if word.startswith("--"):
+            lines.append(shlex.quote(word))
+        else:
+            lines[-1] += " " + shlex.quote(word)
+    return " \\\n  ".join(lines)

@@ -1,0 +1,46 @@
+"""Which added tokens of a tokenizer are control tokens; text made into ids without them.
+
+Tokenizers also add ordinary text as tokens: a blank line, runs of spaces, `<b>`, a letter. That is no control: a
+question may hold it, and its ids are those that the tokenizer gives it.
+"""
+
+import re
+from collections.abc import Iterable
+
+from common.target.messages import clean_text
+
+TOOL_NAME = "tool_call"  # is part of the name of every tool-call token of Kimi and of Qwen
+RESERVED = re.compile(r"<[|｜].+[|｜]>", re.DOTALL)  # nobody's text, whatever a tokenizer flags: <|fim_prefix|>
+BRACKETED = re.compile(r"<.+>|\[.+\]", re.DOTALL)  # markup, where a template prints it; its source holds blanks, too
+
+
+def control_tokens(tokenizer, markers: Iterable[str]) -> dict[str, int]:
+    """name -> id of the added tokens that steer the target. `markers`: the names that its settings give."""
+    template, markers = str(tokenizer.chat_template), set(markers)
+
+    def steers(token) -> bool:
+        name = token.content
+        printed = BRACKETED.fullmatch(name) and name in template
+        return token.special or name in markers or TOOL_NAME in name or RESERVED.fullmatch(name) or printed
+
+    return {token.content: id for id, token in tokenizer.added_tokens_decoder.items() if steers(token)}
+
+
+class TextEncoder:
+    """Ids of pure text: the tokenizer without its control tokens, so that no text can turn into one."""
+
+    def __init__(self, tokenizer, control: dict[str, int]):
+        from tokenizers import Tokenizer
+
+        backend = tokenizer.backend_tokenizer
+        self._plain = Tokenizer(backend.model)  # the model is shared
+        if backend.normalizer is not None:
+            self._plain.normalizer = backend.normalizer
+        self._plain.pre_tokenizer = backend.pre_tokenizer
+        ordinary = {id: token for id, token in tokenizer.added_tokens_decoder.items() if token.content not in control}
+        self._plain.add_tokens([ordinary[id] for id in sorted(ordinary)])
+        # One that the model's vocabulary lacks is numbered by what was added before it, the control tokens included.
+        self._ids = {self._plain.token_to_id(token.content): id for id, token in ordinary.items()}
+
+    def ids(self, text: str) -> list[int]:
+        return [self._ids.get(id, id) for id in self._plain.encode(clean_text(text), add_special_tokens=False).ids]

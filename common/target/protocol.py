@@ -1,0 +1,287 @@
+"""The target's token protocol: prompt ids, the split of a reply, its reconstruction from text, the loss mask.
+
+    prompt ids                                        | output ids (what the target wrote: loss mask 1)
+    ... <|im_assistant|>assistant<|im_middle|><think> | reasoning </think> content <|im_end|>
+
+Everything here works on ids. Text is only ever *read* out of ids, except where a server sends none: then `reconstruct`
+rebuilds them, and the record says so. Text never becomes a control token, whatever it quotes.
+"""
+
+import re
+from dataclasses import dataclass
+from functools import cached_property
+from itertools import pairwise, takewhile
+from pathlib import Path
+
+from common.target.messages import canonical, map_text, texts
+from common.pipeline.settings import Target
+from common.target.control_tokens import TOOL_NAME, TextEncoder, control_tokens
+from common.pipeline.errors import UserError
+from common.target.kimi_tokenizer import FAST, build_tokenizer, find_file, find_vendor_files
+
+GENERATION_TAIL = 8  # tokens at a prompt's end that can hold the opener and what a template prints after it
+PROBES = ([{"role": "user", "content": "One, two?"}], [{"role": "user", "content": "Say yes!"}])
+
+
+class Unrenderable(Exception):
+    """The target's chat template refuses these messages; the message says what it said."""
+
+
+@dataclass(frozen=True)
+class Reply:
+    """Output ids split by the closing token. `closed`: the target wrote it; `ended`: it wrote the end token."""
+
+    reasoning_ids: list[int]
+    content_ids: list[int]
+    closed: bool
+    ended: bool
+
+
+class Protocol:
+    """A target's tokenizer with its control tokens asserted. Build it with `load_protocol`."""
+
+    def __init__(self, tokenizer, target: Target):
+        self.tokenizer, self.backend = tokenizer, tokenizer.backend_tokenizer
+        self.thinking_argument = target.thinking_argument
+        self.added = {token.content: id for id, token in tokenizer.added_tokens_decoder.items()}
+        self.think_open = self._control("think_open", target.think_open, target.think_open_id)
+        close = target.think_close if target.think_open else ""
+        self.think_close = self._control("think_close", close, target.think_close_id)
+        end = target.end_token or tokenizer.eos_token
+        self.end = self._control("end_token", end, target.end_token_id)
+        self.opener, self.closer = target.think_open, target.think_close
+        self.control = control_tokens(tokenizer, (target.think_open, target.think_close, end))
+        self.tool_ids = frozenset(id for name, id in self.control.items() if TOOL_NAME in name)
+        names = "|".join(map(re.escape, sorted(self.control, key=len, reverse=True)))
+        self._markers = re.compile(names)
+        self._marker_starts = re.compile(f"(?s)(?=(?:{names}))(.)")
+        self._blank = re.compile(rf"{names}|\s|\ufffd")
+        self._text = TextEncoder(tokenizer, self.control)
+        self._tails = {thinking: self._check_prompt(thinking) for thinking in (True, False)}
+
+    def _control(self, key: str, token: str | None, wanted: int) -> int | None:
+        """The single id of a control token, asserted both ways; None when the target has no such token."""
+        if not token:
+            return None
+        id = self.tokenizer.convert_tokens_to_ids(token)
+        if id is None or self.tokenizer.encode(token, add_special_tokens=False) != [id]:
+            none = "; --think-open '' for a target that does not think" if key == "think_open" else ""
+            raise UserError(f"target.{key}: the tokenizer has no single token {token!r}; set the right name{none}")
+        if wanted >= 0 and id != wanted:
+            raise UserError(
+                f"target.{key}: {token!r} is id {id} in this tokenizer, the config says {wanted}: "
+                "wrong tokenizer, or a transformers version that numbers it wrongly"
+            )
+        if self.decode([id]) != token:
+            raise UserError(f"target.{key}: id {id} decodes to {self.decode([id])!r}, not {token!r}")
+        return id
+
+    def _check_prompt(self, thinking: bool) -> list[int]:
+        """Assert that our prompt ids are the tokenizer's own for plain text; returns what every prompt ends with."""
+        first, second = (self.prompt_ids(probe, thinking) for probe in PROBES)
+        own = self.tokenizer.apply_chat_template(
+            PROBES[0], add_generation_prompt=True, return_dict=False, **self.template_arguments(thinking)
+        )
+        if first != list(own):
+            raise UserError(f"prompt ids differ from the tokenizer's own chat template (thinking={thinking})")
+        common = 0
+        while common < min(len(first), len(second)) and first[-1 - common] == second[-1 - common]:
+            common += 1
+        return first[len(first) - common :]
+
+    # ---- prompts ----
+
+    @cached_property
+    def renders_tools(self) -> bool:
+        """Whether the template prints tool calls and their results."""
+        call = {"id": "f:0", "type": "function", "function": {"name": "fname", "arguments": {"key": "argvalue"}}}
+        messages = [
+            {"role": "user", "content": "x"},
+            {"role": "assistant", "content": None, "tool_calls": [call]},
+            {"role": "tool", "content": "toolresult", "tool_call_id": "f:0"},
+        ]
+        try:
+            rendered = self._render([canonical(message) for message in messages], thinking=True)
+        except Unrenderable:
+            return False
+        return all(text in rendered for text in ("argvalue", "toolresult"))
+
+    def template_arguments(self, thinking: bool) -> dict:
+        """What a server must get as `chat_template_kwargs`; empty for a target that does not think."""
+        return {self.thinking_argument: thinking} if self.think_open is not None else {}
+
+    def prompt_ids(self, messages: list[dict], thinking: bool = True) -> list[int]:
+        """Ids of the generation prompt. Control-token names inside the messages stay text; raises Unrenderable.
+
+        messages: chat messages with `role` and `content`, and tool calls where the template knows them. One BOS at
+        most: the one that the template prints.
+        """
+        messages = [canonical(message) for message in messages]
+        if not self.quotes_control(messages):
+            return self.backend.encode(self._render(messages, thinking), add_special_tokens=False).ids
+        text = "".join(texts(messages))
+        wedge = next(c for c in map(chr, range(0xE000, 0xF900)) if c not in text)  # private use: no token, no template
+        rendered = self._render(map_text(messages, lambda t: self._marker_starts.sub(rf"\1{wedge}", t)), thinking)
+        ids, at = [], 0
+        for marker in self._markers.finditer(rendered):
+            ids += self.text_ids(rendered[at : marker.start()].replace(wedge, ""))
+            ids.append(self.control[marker.group()])
+            at = marker.end()
+        return ids + self.text_ids(rendered[at:].replace(wedge, ""))
+
+    def quotes_control(self, messages: list[dict]) -> bool:
+        """Whether a text inside the messages holds a control token's name. We keep it text; a server that tokenizes
+        the rendered prompt would make it a control token."""
+        return any(self._markers.search(text) for text in texts(messages))
+
+    def _render(self, messages: list[dict], thinking: bool) -> str:
+        try:
+            return self.tokenizer.apply_chat_template(
+                messages, tokenize=False, add_generation_prompt=True, **self.template_arguments(thinking)
+            )
+        except Exception as error:  # a template is a foreign program: whatever it raises means that it refuses
+            raise Unrenderable(" ".join(f"{type(error).__name__}: {error}".split())[:200]) from None
+
+    def prompt_tail(self, thinking: bool) -> list[int]:
+        """What every generation prompt ends with: the assistant's header and the opened, or empty, think block."""
+        return self._tails[thinking]
+
+    def opener_in_prompt(self, prompt_ids: list[int]) -> bool:
+        """Whether the generation prompt leaves the reasoning open, so that the reply starts inside it."""
+        return self.think_open is not None and self._last_marker(prompt_ids) == self.think_open
+
+    def closer_in_prompt(self, prompt_ids: list[int]) -> bool:
+        """Whether the generation prompt holds an empty block, so that the reply is content from its first token on."""
+        return self.think_close is not None and self._last_marker(prompt_ids) == self.think_close
+
+    def _last_marker(self, prompt_ids: list[int]) -> int | None:
+        markers = (self.think_open, self.think_close)
+        return next((id for id in reversed(prompt_ids[-GENERATION_TAIL:]) if id in markers), None)
+
+    # ---- replies ----
+
+    def text_ids(self, text: str) -> list[int]:
+        """Ids of pure text: no BOS, no control token, whatever the text quotes."""
+        return self._text.ids(text)
+
+    def decode(self, ids: list[int]) -> str:
+        """Text of ids, control tokens as their names."""
+        return self.backend.decode(ids, skip_special_tokens=False)
+
+    def split(self, prompt_ids: list[int], output_ids: list[int]) -> Reply:
+        """Split what the target wrote into reasoning and content, by id."""
+        ended = bool(output_ids) and output_ids[-1] == self.end
+        body = output_ids[:-1] if ended else list(output_ids)
+        thinking = self.opener_in_prompt(prompt_ids)
+        if body and self.think_open is not None and body[0] == self.think_open:
+            body, thinking = body[1:], True
+        if not thinking or self.think_close not in body:
+            return Reply(body, [], False, ended) if thinking else Reply([], body, False, ended)
+        at = body.index(self.think_close)
+        return Reply(body[:at], body[at + 1 :], True, ended)
+
+    def reconstruct(
+        self, prompt_ids: list[int], reasoning: str | None, content: str | None, finish_reason: str
+    ) -> list[int]:
+        """Output ids rebuilt from text, for a server that sends none. Nothing is added to a cut reply.
+
+        No reasoning, content with a closing marker: a server without a reasoning parser; split at its first one.
+        """
+        opened = self.opener_in_prompt(prompt_ids)
+        if not reasoning and content and self.think_open is not None:
+            reasoning, content = self.split_text(content, opened)
+        ids = []
+        if reasoning or opened:
+            ids += [] if opened or self.think_open is None else [self.think_open]
+            ids += self.text_ids(reasoning or "")
+            # Without content the reply may have ended, or been cut, inside its reasoning: parsers send null or ""
+            # whether or not a closer was written, and one that the target did not write must never be added.
+            ids += [self.think_close] if content else []
+        ids += self.text_ids(content or "")
+        return ids + ([self.end] if finish_reason == "stop" else [])
+
+    def split_text(self, content: str, opened: bool) -> tuple[str | None, str | None]:
+        """(reasoning, content) of a content that still carries its markers, one opener at most."""
+        if content.lstrip().startswith(self.opener):
+            content, opened = content.lstrip()[len(self.opener) :], True
+        if opened and self.closer in content:
+            reasoning, _, rest = content.partition(self.closer)
+            return reasoning, rest or None
+        return (content, None) if opened else (None, content)
+
+    def text_differs(self, reply: Reply, reasoning: str | None, content: str | None, parsed: bool) -> str | None:
+        """Where the received text is not what the ids say, or None. `parsed`: a parser of the server split it.
+
+        Compared without white space, marker names and U+FFFD: parsers strip, servers drop special tokens, and half a
+        character is decoded differently at a time. A tool call ends the reasoning for some parsers, without a closer.
+        """
+        said = [self.decode(ids) for ids in (reply.reasoning_ids, reply.content_ids)]
+        got = [reasoning or "", content or ""]
+        whole = self.closer in got[1] and self.closer not in said[1]  # not parsed, and its opener dropped
+        if not reasoning and not whole and (reply.closed or not content):
+            said[0] = ""  # the server keeps the reasoning to itself: nothing to check
+        if [text.strip() for text in said] == [text.strip() for text in got]:
+            return None  # the usual case, thirty times faster than the rest
+        said, got = ([self._blank.sub("", text) for text in side] for side in (said, got))
+        if not (parsed and reply.closed) or not self.tool_ids.isdisjoint(reply.reasoning_ids):
+            said, got = ["".join(said)], ["".join(got)]
+        for ours, theirs in zip(said, got, strict=True):
+            if ours != theirs:
+                at = sum(1 for _ in takewhile(lambda pair: pair[0] == pair[1], zip(ours, theirs, strict=False)))
+                return f"its text says {theirs[at : at + 40]!r} where its ids say {ours[at : at + 40]!r}"
+        return None
+
+    # ---- training streams ----
+
+    def stream(self, prompt_ids: list[int], output_ids: list[int], limit: int = 0) -> tuple[list[int], list[int]]:
+        """(ids, loss mask) of a sample, cut to `limit` tokens: mask 1 exactly where the target wrote the token."""
+        ids, mask = prompt_ids + output_ids, [0] * len(prompt_ids) + [1] * len(output_ids)
+        return (ids[:limit], mask[:limit]) if limit else (ids, mask)
+
+    def check_stream(self, prompt_ids: list[int], output_ids: list[int], vocab_size: int) -> str | None:
+        """What is wrong with a sample's ids, or None: empty sides, foreign ids, a doubled opener."""
+        if not prompt_ids or not output_ids:
+            return f"{len(prompt_ids)} prompt and {len(output_ids)} output tokens"
+        worst = max(max(prompt_ids), max(output_ids))
+        if worst >= vocab_size or min(min(prompt_ids), min(output_ids)) < 0:
+            return f"token id {worst} outside the target's vocabulary of {vocab_size}"
+        border = [*prompt_ids[-2:], output_ids[0]]
+        if self.think_open is not None and (self.think_open, self.think_open) in pairwise(border):
+            return f"the opening token {self.think_open} stands twice at the border of prompt and reply"
+        return None
+
+
+def load_protocol(target: Target, cache: Path | None = None) -> Protocol:
+    """The protocol of a target from its tokenizer (hub name or folder); `cache`: the folder of a converted one."""
+    name = target.tokenizer or target.model
+    require_model(name)
+    files = find_vendor_files(name, target.revision)
+    return Protocol(build_tokenizer(files, cache) if files else _load_tokenizer(name, target), target)
+
+
+def _load_tokenizer(name: str, target: Target):
+    """The tokenizer as it is on disk. AutoTokenizer, which imports torch, is for what has no tokenizer.json."""
+    import transformers
+
+    as_it_is = find_file(name, FAST, target.revision) is not None
+    kind = transformers.PreTrainedTokenizerFast if as_it_is else transformers.AutoTokenizer
+    code = {} if as_it_is else {"trust_remote_code": target.trust_remote_code}
+    try:
+        tokenizer = kind.from_pretrained(name, revision=target.revision or None, **code)
+    except (OSError, ValueError) as error:
+        said = str(error).strip().splitlines()[0]
+        raise UserError(f"no tokenizer at {name!r} ({said}); set target.tokenizer to a folder or hub name") from None
+    if not tokenizer.is_fast:
+        raise UserError(f"the tokenizer at {name!r} has no tokenizer.json; set target.tokenizer to one that has")
+    if not tokenizer.chat_template:
+        raise UserError(f"the tokenizer at {name!r} has no chat template; set target.tokenizer to one that has")
+    return tokenizer
+
+
+def require_model(name: str) -> None:
+    """Raise UserError for a folder that is not there, before a hub client takes its name for a repository's."""
+    if not name:
+        raise UserError("target.model is empty: set it in the config or with --model")
+    if not Path(name).is_dir() and (name.startswith(("/", ".", "~")) or Path(Path(name).parts[0]).is_dir()):
+        hint = "make demo-target builds it" if Path(name).name == "smollm2-thinking" else "check target.model"
+        raise UserError(f"no such folder: {name}; {hint}")

@@ -1,0 +1,72 @@
+"""Where a run is watched: TensorBoard and Weights & Biases if asked for, and other runs beside it in the report."""
+
+import hashlib
+from pathlib import Path
+
+from common.pipeline.errors import UserError
+from common.pipeline.manifest import read_jsonl
+
+
+class Loggers:
+    """Sends metrics lines to the services that are asked for; each is imported here and nowhere else."""
+
+    def __init__(self, folder: Path, tensorboard: bool, wandb: bool, step: int, facts: dict):
+        self.writer = _tensorboard(folder / "tensorboard", step) if tensorboard else None
+        self.wandb = _wandb(folder, facts) if wandb else None
+
+    def log(self, line: dict) -> None:
+        """One metrics line: its numbers, nested names joined by "/"."""
+        values = {f"{line['kind']}/{name}": value for name, value in _numbers(line) if name != "step"}
+        if self.writer:
+            for name, value in values.items():
+                self.writer.add_scalar(name, value, line["step"])
+        if self.wandb:
+            self.wandb.log(values, step=line["step"])
+
+    def close(self) -> None:
+        if self.writer:
+            self.writer.close()
+        if self.wandb:
+            self.wandb.finish()
+
+
+def _numbers(value, name: str = ""):
+    """(name, number) of every number inside a metrics line; list entries are named by their index."""
+    if isinstance(value, bool) or value is None or isinstance(value, str):
+        return
+    if isinstance(value, int | float):
+        yield name, value
+        return
+    for key, inner in value.items() if isinstance(value, dict) else enumerate(value):
+        yield from _numbers(inner, f"{name}/{key}" if name else str(key))
+
+
+def _tensorboard(folder: Path, step: int):
+    try:
+        from torch.utils.tensorboard import SummaryWriter
+    except ImportError as error:
+        raise UserError(f"train.tensorboard: tensorboard is not installed ({error}); pip install tensorboard") from None
+    return SummaryWriter(str(folder), purge_step=step + 1)
+
+
+def _wandb(folder: Path, facts: dict):
+    try:
+        import wandb
+    except ImportError as error:
+        raise UserError(f"train.wandb: wandb is not installed ({error}); pip install wandb") from None
+    # the same folder is the same run there, so that a resumed run goes on in its curves
+    id = hashlib.sha256(str(folder.resolve()).encode()).hexdigest()[:12]
+    name = folder.resolve().parent.name
+    return wandb.init(project="kimi-eagle3", name=name, id=id, resume="allow", dir=str(folder), config=facts)
+
+
+def other_runs(folders: tuple[str, ...], stage: str) -> dict[str, list[dict]]:
+    """The metrics of other runs by the name of their folder; raises UserError for a folder that has none."""
+    found = {}
+    for folder in map(Path, folders):
+        path = folder / stage / "metrics.jsonl"
+        if not path.is_file():
+            raise UserError(f"train.compare: {folder} holds no {stage}/metrics.jsonl; name run folders")
+        name = folder.resolve().name
+        found[name if name not in found else str(folder)] = list(read_jsonl(path))
+    return found

@@ -1,0 +1,298 @@
+"""The fast unrolled step against the slow definition in tests/support/reference.py: values, gradients, what was right."""
+
+import math
+
+import pytest
+from tests.support import reference
+import torch
+
+from common.dataset.index import Pack
+from common.draft.network import Draft, DraftConfig
+from common.draft.unrolled_step import UnrolledStep, loss_positions
+
+HIDDEN, AUX = 16, 3
+LLAMA3 = {"rope_type": "llama3", "factor": 8.0, "low_freq_factor": 1.0, "high_freq_factor": 4.0}
+LLAMA3 |= {"original_max_position_embeddings": 64}
+YARN = {"rope_type": "yarn", "factor": 16.0, "original_max_position_embeddings": 64, "mscale": 1.0}
+YARN |= {"mscale_all_dim": 0.7, "beta_fast": 32, "beta_slow": 1}
+
+
+def config(form="llama", vocab=24, draft_vocab=24, **options) -> DraftConfig:
+    sizes = {"hidden_size": HIDDEN, "intermediate_size": 20, "vocab_size": vocab, "draft_vocab_size": draft_vocab}
+    heads = {"num_attention_heads": 4, "num_key_value_heads": 2, "head_dim": 8}
+    if form == "mla":
+        heads |= {"num_key_value_heads": 4, "kv_lora_rank": 10, "q_lora_rank": 12}
+        heads |= {"qk_nope_head_dim": 6, "qk_rope_head_dim": 4, "v_head_dim": 5}
+    return DraftConfig(form=form, **{**sizes, **heads, **options})
+
+
+def make_draft(c: DraftConfig, seed: int) -> Draft:
+    generator = torch.Generator().manual_seed(seed)
+    draft = Draft(c, torch.randn(c.vocab_size, HIDDEN, generator=generator))
+    draft.initialise(None, seed, std=0.3)
+    with torch.no_grad():  # norm weights away from one, so that each of them is seen
+        for parameter in draft.parameters():
+            if parameter.dim() == 1:
+                parameter.copy_(torch.rand(parameter.shape, generator=generator) + 0.5)
+    return draft.double()
+
+
+def make_pack(lengths, vocab, seed, mask="suffix") -> Pack:
+    generator = torch.Generator().manual_seed(seed)
+    tokens = sum(lengths)
+    masks = []
+    for length in lengths:
+        if mask == "suffix":
+            prompt = int(torch.randint(0, length + 1, (), generator=generator))
+            masks.append(torch.arange(length) >= prompt)
+        else:
+            masks.append(torch.rand(length, generator=generator) < {"all": 2.0, "none": 0.0, "holes": 0.75}[mask])
+    states = torch.randn(tokens, (AUX + 1) * HIDDEN, generator=generator, dtype=torch.float64)
+    return Pack(
+        input_ids=torch.randint(0, vocab, (tokens,), generator=generator),
+        loss_mask=torch.cat(masks),
+        aux_hidden=states[:, : AUX * HIDDEN].contiguous(),
+        last_hidden=states[:, AUX * HIDDEN :].contiguous(),
+        offsets=torch.tensor([0, *lengths]).cumsum(0),
+        ids=[f"document-{k}" for k in range(len(lengths))],
+    )
+
+
+class Case:
+    """A draft, a target and a pack, and both ways to compute the step on them."""
+
+    def __init__(self, c, pack, seed=0, steps=4, step_weight=0.8, **options):
+        self.c, self.pack, self.steps, self.step_weight, self.options = c, pack, steps, step_weight, options
+        generator = torch.Generator().manual_seed(seed + 1000)
+        self.draft = make_draft(c, seed)
+        self.head = torch.randn(c.vocab_size, HIDDEN, generator=generator, dtype=torch.float64)
+        self.norm = torch.rand(HIDDEN, generator=generator, dtype=torch.float64) + 0.5
+        kept = torch.randperm(c.vocab_size, generator=generator)[: c.draft_vocab_size].sort().values
+        self.kept = None if c.draft_vocab_size == c.vocab_size else kept
+
+    def module(self, dtype=torch.float64, **options) -> UnrolledStep:
+        arguments = (self.draft, self.norm, 1e-6, self.head, self.kept, self.steps, self.step_weight)
+        return UnrolledStep(*arguments, dtype=dtype, **self.options, **options)
+
+    def fast(self, pack=None, counts=None, dtype=torch.float64, **options):
+        """-> result, {name: gradient}"""
+        result = self.module(dtype, **options)(pack or self.pack, counts)
+        self.draft.zero_grad()
+        result.loss.backward()
+        return result, {name: p.grad.clone() for name, p in self.draft.named_parameters() if p.requires_grad}
+
+    def slow(self):
+        names = dict(self.draft.named_parameters())
+        p = {name: x.detach().clone().requires_grad_(x.requires_grad) for name, x in names.items()}
+        pack = {
+            name: getattr(self.pack, name)
+            for name in ("input_ids", "loss_mask", "aux_hidden", "last_hidden", "offsets")
+        }
+        found = reference.unrolled_step(
+            *(p, self.c),
+            **pack,
+            target_norm=self.norm,
+            target_norm_eps=1e-6,
+            target_head=self.head,
+            draft_to_target=self.kept,
+            steps=self.steps,
+            step_weight=self.step_weight,
+            **self.options,
+        )
+        if found[0].requires_grad:
+            found[0].backward()
+        return found, {name: x.grad for name, x in p.items() if x.requires_grad}
+
+    def check(self, tolerance=1e-9):
+        result, gradients = self.fast()
+        (loss, sums, counts, right), expected = self.slow()
+        assert result.counts.tolist() == counts.tolist()
+        torch.testing.assert_close(result.loss.detach(), loss.detach(), rtol=tolerance, atol=tolerance)
+        torch.testing.assert_close(result.loss_sums, sums.detach(), rtol=tolerance, atol=tolerance)
+        for name, gradient in gradients.items():
+            wanted = torch.zeros_like(gradient) if expected[name] is None else expected[name]
+            torch.testing.assert_close(
+                gradient, wanted, rtol=tolerance, atol=tolerance, msg=lambda m, n=name: f"{n}: {m}"
+            )
+        found = {
+            (s, int(i)): (bool(result.right_token[s, n]), bool(result.right_argmax[s, n]))
+            for s in range(self.steps)
+            for n, i in enumerate(result.positions)
+            if result.live[s, n]
+        }
+        assert found == right
+
+
+@pytest.mark.parametrize("seed", range(40))
+def test_random_cases(seed):
+    """Lengths, packings, masks, vocabularies, step counts, forms and options drawn together."""
+    draw = torch.Generator().manual_seed(seed)
+
+    def pick(*values):
+        return values[int(torch.randint(0, len(values), (), generator=draw))]
+
+    form = ("llama", "mla")[seed % 2]
+    lengths = [int(n) for n in torch.randint(1, 14, (pick(1, 2, 4),), generator=draw)]
+    flags = {name: pick(False, True) for name in ("norm_before_residual", "fc_norm", "norm_output")}
+    if form == "llama":
+        flags["norm_before_fc"] = pick(False, True)
+    else:
+        flags["q_lora_rank"] = pick(0, 12)
+    vocab = pick(24, 128)
+    c = config(form, vocab, pick(vocab, vocab // 2, vocab - 5), **flags)
+    options = {"mask_outside_vocab": pick(True, False), "hard_label_share": pick(0.0, 0.3, 1.0)}
+    pack = make_pack(lengths, vocab, seed, pick("suffix", "suffix", "holes", "all"))
+    Case(c, pack, seed, pick(1, 2, 3, 5, 7), pick(0.8, 1.0), **options).check()
+
+
+@pytest.mark.parametrize("mask", ["suffix", "holes", "all", "none"])
+@pytest.mark.parametrize("form", ["llama", "mla"])
+def test_masks(form, mask):
+    Case(config(form, draft_vocab=15), make_pack([11, 1, 2, 3, 9], 24, 5, mask)).check()
+
+
+@pytest.mark.parametrize("name", ["norm_before_residual", "norm_before_fc", "fc_norm", "norm_output"])
+def test_options_one_by_one(name):
+    Case(config(**{name: True}), make_pack([9, 6], 24, 3), steps=3).check()
+
+
+@pytest.mark.parametrize(
+    ("form", "scaling"),
+    [
+        ("llama", {"rope_type": "linear", "factor": 4.0}),
+        ("llama", LLAMA3),
+        ("llama", YARN),
+        ("llama", {k: v for k, v in YARN.items() if not k.startswith("mscale")}),
+        ("mla", YARN),
+        ("mla", YARN | {"mscale_all_dim": 1.0, "factor": 64.0}),
+        ("mla", {k: v for k, v in YARN.items() if not k.startswith("mscale")}),
+    ],
+)
+def test_rope_scaling(form, scaling):
+    """Scaled frequencies come from transformers, in float32: hence the tolerance."""
+    Case(config(form, rope_scaling=scaling, rope_theta=500.0), make_pack([20], 24, 1), steps=3).check(1e-4)
+
+
+def test_trained_embedding_and_frozen_head():
+    case = Case(config(draft_vocab=15), make_pack([12, 7], 24, 2))
+    case.draft.embed_tokens.weight.requires_grad_(True)
+    case.draft.lm_head.weight.requires_grad_(False)
+    case.check()
+    assert "embed_tokens.weight" in case.fast()[1]
+
+
+def test_without_gradient_the_same_figures():
+    case = Case(config(draft_vocab=15), make_pack([12, 7], 24, 2))
+    result, _ = case.fast()
+    with torch.no_grad():
+        evaluated = case.module()(case.pack)
+    assert not evaluated.loss.requires_grad
+    for name in ("loss", "loss_sums", "counts", "right_token", "right_argmax", "live"):
+        assert torch.equal(getattr(result, name), getattr(evaluated, name)), name
+
+
+def test_a_pack_without_loss_positions_still_has_a_backward():
+    """Ranks must take part in every all-reduce, whatever their own pack holds."""
+    result, gradients = Case(config(), make_pack([5, 4], 24, 0, "none")).fast()
+    assert result.loss.item() == 0.0 and result.counts.tolist() == [0] * 4
+    assert all(gradient is not None and not gradient.any() for gradient in gradients.values())
+
+
+def test_counts_make_two_packs_as_good_as_one():
+    """Accumulation and ranks: with the counts of all packs given, losses and gradients just add up."""
+    case = Case(config(draft_vocab=15), make_pack([9, 12, 6, 7], 24, 4))
+    whole, expected = case.fast()
+    border, offsets = int(case.pack.offsets[2]), case.pack.offsets
+    parts = ((slice(0, border), offsets[:3]), (slice(border, None), offsets[2:] - border))
+    halves = [Pack(*(x[rows] for x in tensors(case.pack)), offsets=borders, ids=[]) for rows, borders in parts]
+    counts = sum(loss_positions(half.loss_mask, half.offsets, case.steps).counts for half in halves)
+    assert counts.tolist() == whole.counts.tolist()
+    loss, total = 0.0, {name: torch.zeros_like(gradient) for name, gradient in expected.items()}
+    for half in halves:
+        result, gradients = case.fast(half, counts)
+        loss += result.loss.item()
+        for name, gradient in gradients.items():
+            total[name] += gradient
+    assert loss == pytest.approx(whole.loss.item(), rel=1e-12)
+    torch.testing.assert_close(total, expected, rtol=1e-9, atol=1e-12)
+
+
+def tensors(pack: Pack):
+    return pack.input_ids, pack.loss_mask, pack.aux_hidden, pack.last_hidden
+
+
+def test_case_22_prompt_border_and_right_edge():
+    """4 prompt + 3 answer tokens: x_4..x_6 are written, so the positions are 3 and 4 (x_5, x_6 are predicted)."""
+    pack = make_pack([7], 24, 0)
+    pack.loss_mask = torch.tensor([0, 0, 0, 0, 1, 1, 1], dtype=torch.bool)
+    plan = loss_positions(pack.loss_mask, pack.offsets, 3)
+    assert plan.positions.tolist() == [3, 4]
+    assert plan.counts.tolist() == [2, 1, 0]
+    assert plan.live(3).tolist() == [[True, True], [True, False], [False, False]]
+    case = Case(config(), pack, steps=3)
+    case.check()
+    pack.aux_hidden.requires_grad_(True)
+    case.module()(pack).loss.backward()
+    reached = pack.aux_hidden.grad.abs().sum(1) > 0
+    assert reached.tolist() == [True] * 5 + [False] * 2  # the last prompt position learns, nothing past position 4 does
+
+
+def test_case_23_prompt_length_does_not_change_the_average():
+    """The same answer after 10 and after 1,000 prompt tokens, attention silenced: equal loss per token."""
+    losses = []
+    for prompt in (10, 1000):
+        pack = make_pack([40], 24, 7)
+        answer = tuple(x[10:] for x in tensors(pack))
+        zeros = [torch.zeros((prompt, *x.shape[1:]), dtype=x.dtype) for x in answer]
+        joined = [torch.cat(pair) for pair in zip(zeros, answer, strict=True)]
+        joined[1][prompt:] = True
+        pack = Pack(*joined, offsets=torch.tensor([0, prompt + 30]), ids=["x"])
+        case = Case(config(), pack, steps=3)
+        with torch.no_grad():  # without attention's output, prompts can only matter through the average
+            case.draft.midlayer.self_attn.o_proj.weight.zero_()
+        result, _ = case.fast()
+        losses.append((result.loss.item(), result.counts.tolist()))
+    assert losses[0][1] == losses[1][1] == [29, 28, 27]
+    assert losses[0][0] == pytest.approx(losses[1][0], rel=1e-9)
+
+
+@pytest.mark.parametrize("form", ["llama", "mla"])
+def test_case_29_packed_documents_do_not_see_each_other(form):
+    """Changing every token and state of one document leaves the other's figures as they are, at all steps."""
+    pack = make_pack([13, 11], 24, 8, "all")
+    case = Case(config(form), pack, steps=5)
+    other = make_pack([13, 11], 24, 9, "all")
+    border = 13
+    for keep in (slice(0, border), slice(border, None)):
+        mixed = Pack(*(x.clone() for x in tensors(other)), offsets=pack.offsets, ids=[])
+        for mine, x in zip(tensors(mixed), tensors(pack), strict=True):
+            mine[keep] = x[keep]
+        alone = Pack(
+            *(x[keep].clone() for x in tensors(pack)), offsets=torch.tensor([0, len(pack.input_ids[keep])]), ids=[]
+        )
+        # loss on the kept document only: the other one's mask is off, but its tokens and states are there
+        mixed.loss_mask = torch.zeros_like(mixed.loss_mask)
+        mixed.loss_mask[keep] = True
+        together, first = case.fast(mixed)
+        separate, second = case.fast(alone)
+        assert together.loss.item() == pytest.approx(separate.loss.item(), rel=1e-12)
+        torch.testing.assert_close(first, second, rtol=1e-9, atol=1e-12)
+        assert torch.equal(together.right_token, separate.right_token)
+
+
+@pytest.mark.parametrize("compiled", [False, True])
+@pytest.mark.parametrize("form", ["llama", "mla"])
+def test_bf16_stays_close(form, compiled):
+    """The type that trains, against float64: same loss to a percent, gradients that point the same way."""
+    case = Case(config(form, vocab=128, draft_vocab=100), make_pack([60, 45, 70], 128, 6), steps=5)
+    wanted, expected = case.fast()
+    case.draft.float()
+    result, gradients = case.fast(dtype=torch.bfloat16, compiled=compiled)
+    assert result.loss.item() == pytest.approx(wanted.loss.item(), rel=0.01)
+    for name, gradient in gradients.items():
+        assert gradient.dtype == torch.float32
+        a, b = gradient.double().flatten(), expected[name].flatten()
+        assert float(a @ b / (a.norm() * b.norm())) > 0.98, name
+        assert math.isclose(float(a.norm()), float(b.norm()), rel_tol=0.1), name
+    agree = (result.right_argmax == wanted.right_argmax).float().mean()
+    assert float(agree) > 0.95

@@ -1,0 +1,117 @@
+"""The plan against what it plans for: weights, FLOPs, bytes of a token, and the memory of a real training step."""
+
+import dataclasses
+
+import pytest
+import torch
+from tests.support.stages import only_error, run_here
+
+from common.forecast import arithmetic as plan
+from common.draft.attention import Run
+from common.draft.network import Draft
+from common.training.utilisation import StepFlops
+from common.dataset.shards import ShardKind
+from common.draft.unrolled_step import loss_positions
+from tests.bench.memory import CASES, KIMI, MLA, SMALL, measured, planned
+
+FORMS = {
+    "llama": SMALL,
+    "options": dataclasses.replace(SMALL, norm_before_fc=True, fc_norm=True),
+    "mla": CASES["mla"][0],
+    "mla without low-rank queries": dataclasses.replace(SMALL, form="mla", **MLA | {"q_lora_rank": 0}),
+}
+
+
+@pytest.mark.parametrize("form", FORMS)
+def test_weights_are_those_of_the_draft(form):
+    with torch.device("meta"):
+        draft = Draft(FORMS[form], torch.empty(4096, SMALL.hidden_size))
+    assert plan.trained_weights(FORMS[form]) == sum(p.numel() for p in draft.parameters() if p.requires_grad)
+
+
+@pytest.mark.parametrize("form", FORMS)
+def test_flops_are_those_that_training_counts(form):
+    with torch.device("meta"):
+        counter = StepFlops(Draft(FORMS[form], torch.empty(4096, SMALL.hidden_size)))
+    prompt, output, steps = 30, 71, 5
+    mask = torch.tensor([False] * prompt + [True] * output)
+    offsets = torch.tensor([0, prompt + output])
+    found = loss_positions(mask, offsets, steps)
+    assert [type(run) for run in found.runs] == [Run]
+    want = counter.of(offsets, found.positions, steps)
+    assert plan.sample_flops(FORMS[form], prompt, output, steps) == pytest.approx(want, rel=0.03)  # borders of a reply
+
+
+@pytest.mark.parametrize("case", CASES)
+def test_memory_is_within_15_percent_of_a_measured_step(case):
+    ratio = sum(planned(*CASES[case]).values()) / measured(*CASES[case])
+    assert 0.85 < ratio < 1.15, ratio
+
+
+def test_ranks_share_what_fsdp_shares():
+    one, ddp, fsdp = (plan.training_memory(KIMI, 8192, 7800, 7, *how) for how in ((1,), (8, "ddp"), (8, "fsdp")))
+    assert ddp["master"] == one["master"] == 8 * fsdp["master"] and "buckets" not in one | fsdp
+    assert ddp["activations"] == fsdp["activations"] and "gathered" in fsdp
+    assert sum(fsdp.values()) < sum(ddp.values())
+    trained = plan.training_memory(KIMI, 8192, 7800, 7, 1, train_embedding=True)
+    assert trained["master"] - one["master"] == 4 * KIMI.vocab_size * KIMI.hidden_size
+    frozen = plan.training_memory(KIMI, 8192, 7800, 7, 1, train_head=False)
+    assert one["optimizer"] - frozen["optimizer"] == 2 * frozen["frozen head"] > 0
+
+
+@pytest.mark.parametrize("dtype", ["bf16", "fp8"])
+def test_bytes_of_a_token_are_those_of_a_shard(dtype):
+    assert plan.state_bytes(7168, 3, dtype) == ShardKind("t", "d", 7168, (2, 30, 58), dtype).bytes_per_token()
+
+
+def test_the_published_figures_for_kimi():
+    """57,344 bytes of states a token, 2.35 TB for 10,000 x 4,096, about 40 GFLOP a token, 1.06 to 1.2 B weights."""
+    assert 10_000 * 4096 * plan.state_bytes(7168, 3) == pytest.approx(2.35e12, rel=0.01)
+    assert plan.sample_flops(KIMI, 200, 3896, 7) / 4096 == pytest.approx(40e9, rel=0.1)
+    assert 1.06e9 <= plan.trained_weights(KIMI) <= 1.2e9
+    kimi = {"kv_lora_rank": 512, "qk_rope_head_dim": 64}
+    assert plan.cache_bytes(kimi, 61, 8) == 2 * 61 * 576  # on every GPU, whatever their number
+    gpus = plan.GPUS
+    assert plan.lanes_that_fit(gpus["H100 SXM"], 8, 2000, 595e9, 70272) < 0
+    assert plan.lanes_that_fit(gpus["RTX PRO 6000 Blackwell"], 8, 2000, 595e9, 70272) > 64
+
+
+# ---- dry runs ----
+
+CONFIGS = ("kimi-k2.5", "kimi-k2.5-nvfp4", "qwen3-8b", "deepseek-r1-distill", "demo")
+
+
+@pytest.mark.parametrize("config", CONFIGS)
+def test_every_stage_plans_every_config_from_nothing(config, tmp_path, monkeypatch):
+    """No target, no run folder, no hub: each stage prints the same plan of the whole run."""
+    monkeypatch.setenv("HF_HUB_CACHE", str(tmp_path / "no-hub"))
+    plans = set()
+    for stage in ("01", "02", "03", "04") if config == "demo" else ("02", "03", "04"):
+        flags = ("--config", f"configs/{config}.toml", "--run-dir", tmp_path / "run", "--n", 1000, "--dry-run")
+        code, out, err = run_here(stage, *flags)
+        assert code == 0, err
+        for said in ("1,000 samples", "02_hidden", "activations", "FSDP2" if "kimi" in config else "one GPU", "B200"):
+            assert said in out
+        plans.add(out[out.index("the whole run") :])
+    assert len(plans) == 1 and not (tmp_path / "run").exists()
+
+
+def test_generation_is_planned_without_tokenizer_or_questions(tmp_path):
+    code, out, err = run_here("01", "--run-dir", tmp_path / "run", "--dry-run", "--assume-output-tokens", 500)
+    assert code == 0, err
+    assert "not on this machine yet: no tokenizer at 'moonshotai/Kimi-K2.5'" in out and "500 reply" in out
+
+
+def test_measured_lengths_beat_assumed_ones(tiny_run):
+    code, out, err = run_here("03", "--config", "configs/demo.toml", "--run-dir", tiny_run, "--dry-run")
+    assert code == 0, err
+    assert "lengths of the 10 samples in" in out and "10 samples" in out and "shards" in out
+
+
+def test_sizes_of_the_config_are_asserted(tmp_path, tiny_run):
+    from tests.support.stages import ROOT
+
+    text = (ROOT / "configs/demo.toml").read_text().replace("num_hidden_layers = 30", "num_hidden_layers = 31")
+    (tmp_path / "demo.toml").write_text(text)
+    code, _, err = run_here("02", "--config", tmp_path / "demo.toml", "--run-dir", tiny_run)
+    assert code == 2 and "sizes.num_hidden_layers is 31 in the config, 30 in config.json" in only_error(err)

@@ -1,0 +1,32 @@
+"""A made-up target of eight numbers a state, and the vLLM extractor with settings for the tests' own server."""
+
+from array import array
+from pathlib import Path
+
+import torch
+from tests.support.extraction_server import MODEL, ExtractionServer
+
+from common.pipeline.settings import Extract, Target
+from common.extraction.vllm_extractor import VllmExtractor
+from common.extraction.streams import Stream
+from common.target.sizes import TargetSizes
+
+AUX, DEPTH, HIDDEN = (1, 2, 3), 6, 8
+LAYERS = [*AUX, DEPTH]
+SIZES = TargetSizes(HIDDEN, DEPTH, 1000, 1e-5, False, {})
+
+
+def states_of(ids: list[int]) -> torch.Tensor:
+    """Some states [T, layer ids, H] that tell ids, rows and layers apart."""
+    generator = torch.Generator().manual_seed(sum(ids) * 31 + len(ids))
+    return torch.randn(len(ids), len(LAYERS), HIDDEN, generator=generator).bfloat16()
+
+
+def stream(number: int, tokens: int = 20) -> Stream:
+    return Stream(f"s{number}", array("i", range(number, number + tokens)), array("B", [1] * tokens))
+
+
+def extractor(*servers: ExtractionServer, spool: Path, model: str = MODEL, **settings) -> VllmExtractor:
+    known = {"extract_urls": tuple(server.url for server in servers), "spool": str(spool), "extract_timeout_s": 10.0}
+    known |= {"max_tokens_per_sample": 1024, "extract_concurrency": 4}
+    return VllmExtractor(Target(model=model), Extract(**{**known, **settings}), AUX, SIZES)

@@ -1,0 +1,151 @@
+"""What a run shows: evaluation figures, utilisation, loggers, and a report that grows and compares."""
+
+import json
+import sys
+import types
+
+import pytest
+from tests.support import tiny_training
+import torch
+from tests.support.stages import only_error
+from tests.training.test_stage import metrics, signals, train
+from tests.draft.test_unrolled_step import Case, config, make_pack
+
+from common.training.held_out import HeldOut, evaluate, speed_ups
+from common.training.utilisation import StepFlops, matmul_rate
+from common.training.loggers import Loggers
+from common.training.ranks import Ranks
+from common.draft.unrolled_step import loss_positions
+
+__all__ = ["signals"]
+
+
+@pytest.fixture
+def run(tmp_path, demo_target):
+    return tiny_training.build(tmp_path / "run")
+
+
+# ---- figures ----
+
+
+def test_agreement_with_the_target_is_joint_and_over_every_position():
+    pack = make_pack([14, 9, 12], 24, 4)
+    case = Case(config(draft_vocab=15), pack, steps=3)
+    packs = types.SimpleNamespace(ahead=lambda plan: (pack for _ in plan))
+    figures, _ = evaluate(case.module(), HeldOut(packs, [[0]], None, None), Ranks(0, 1, "cpu"), 4, 0.1)
+    case.steps = 4
+    right = case.module()(pack).right_argmax
+    for k in range(1, 5):
+        leading = [int(right[:k, n].long().cumprod(0).sum()) for n in range(right.shape[1])]
+        assert figures["per_position_argmax"][str(k)] == pytest.approx(1 + sum(leading) / len(leading))
+    assert set(figures["speed_up"]) == set(figures["walk"])
+
+
+def test_a_speed_up_pays_for_its_draft_steps():
+    walk = {"1": {"length": 1.5}, "3": {"length": 2.0}, "5": {"length": None}}
+    assert speed_ups(walk, 0.1) == {"1": pytest.approx(1.5 / 1.1), "3": pytest.approx(2.0 / 1.3), "5": None}
+    assert speed_ups(walk, 0.0)["3"] == 2.0
+
+
+def test_given_step_weights_stand_in_for_the_powers():
+    pack = make_pack([14, 9], 24, 4)
+    powers = Case(config(), pack, steps=3, step_weight=0.5).fast()
+    given = Case(config(), pack, steps=3, step_weight=0.9, step_weights=(1.0, 0.5, 0.25)).fast()
+    assert torch.equal(given[0].loss, powers[0].loss)
+    assert all(torch.equal(given[1][name], gradient) for name, gradient in powers[1].items())
+    longer = Case(config(), pack, steps=4, step_weight=0.5, step_weights=(1.0, 1.0)).module()
+    assert longer.loss_weights(4).tolist() == [1.0, 1.0, 0.25, 0.125]  # evaluation unrolls further than training
+
+
+@pytest.mark.parametrize("form", ["llama", "mla"])
+def test_arithmetic_of_a_step_is_counted_by_hand(form):
+    c = config(form, draft_vocab=15)
+    case, pack, steps = Case(c, make_pack([8], 24, 1, "all"), steps=2), make_pack([8], 24, 1, "all"), 2
+    plan = loss_positions(pack.loss_mask, pack.offsets, steps)
+    rows, tokens, h = len(plan.positions), 8, c.hidden_size
+    assert rows == 6
+    attention = case.draft.midlayer.self_attn
+    inputs = attention.input_weight().shape[0]  # queries, keys and values, or what MLA makes them of
+    names = ("o_proj", "q_b_proj", "kv_b_proj")
+    layer = h * inputs + sum(getattr(attention, n).weight.numel() for n in names if hasattr(attention, n))
+    layer += 3 * h * c.intermediate_size + h * c.draft_vocab_size
+    width = 2 * c.head_dim if form == "llama" else c.qk_nope_head_dim + c.qk_rope_head_dim + c.v_head_dim
+    pairs = sum(range(1, rows + 1))  # row n sees itself and all before it
+    key_values = inputs - attention.query_columns
+    once = rows * h * attention.query_columns + tokens * h * key_values + (tokens - rows) * h * key_values
+    once += (tokens - rows) * (attention.kv_b_proj.weight.numel() if form == "mla" else 0)
+    trained = steps * rows * layer + once + steps * pairs * c.num_attention_heads * width
+    wanted = 2 * (3 * trained + 2 * tokens * 3 * h * h + rows * h * (24 + 15))
+    assert StepFlops(case.draft).of(pack.offsets, plan.positions, steps) == wanted
+
+
+def test_a_machine_multiplies():
+    assert 1e8 < matmul_rate("cpu", torch.float32) < 1e15
+
+
+# ---- loggers ----
+
+
+class Writer:
+    def __init__(self, folder, purge_step):
+        self.folder, self.purge_step, self.lines = folder, purge_step, []
+        Writer.last = self
+
+    def add_scalar(self, name, value, step):
+        self.lines.append((name, value, step))
+
+    def close(self):
+        self.lines.append("closed")
+
+
+def test_metrics_go_to_both_services(tmp_path, monkeypatch):
+    sent = []
+    service = types.SimpleNamespace(
+        init=lambda **facts: sent.append(facts) or service,
+        log=lambda values, step: sent.append((values, step)),
+        finish=lambda: sent.append("finished"),
+    )
+    monkeypatch.setitem(sys.modules, "torch.utils.tensorboard", types.SimpleNamespace(SummaryWriter=Writer))
+    monkeypatch.setitem(sys.modules, "wandb", service)
+    loggers = Loggers(tmp_path / "run/04_draft", True, True, 6, {"train": {"seed": 0}})
+    line = {"kind": "eval", "step": 7, "loss": 1.5, "walk": {"1": {"length": None, "accepted": [3, 1]}}, "note": "x"}
+    loggers.log(line)
+    loggers.close()
+    wanted = {"eval/loss": 1.5, "eval/walk/1/accepted/0": 3, "eval/walk/1/accepted/1": 1}
+    assert Writer.last.lines == [*((name, value, 7) for name, value in wanted.items()), "closed"]
+    assert Writer.last.purge_step == 7  # what a killed run wrote after its last checkpoint comes again
+    assert sent[0]["name"] == "run" and sent[0]["resume"] == "allow" and sent[1:] == [(wanted, 7), "finished"]
+
+
+@pytest.mark.parametrize(("flag", "module"), [("tensorboard", "torch.utils.tensorboard"), ("wandb", "wandb")])
+def test_a_service_that_is_not_installed_is_one_line_before_the_first_step(run, monkeypatch, flag, module):
+    monkeypatch.setitem(sys.modules, module, None)
+    code, _, stderr = train(run, f"--{flag}")
+    assert code == 2 and f"{flag} is not installed" in only_error(stderr) and f"pip install {flag}" in stderr
+    assert metrics(run, "train") == []
+
+
+# ---- report ----
+
+
+def test_the_report_grows_with_each_evaluation_and_shows_other_runs(run, tmp_path, monkeypatch):
+    import common.training.run as module
+
+    seen, real = [], module.write_report
+
+    def watched(path, facts, lines, samples, others):
+        seen.append((facts["chosen_step"], len([m for m in lines if m["kind"] == "eval"]), len(samples), set(others)))
+        real(path, facts, lines, samples, others)
+
+    other = tmp_path / "other-run"
+    (other / "04_draft").mkdir(parents=True)
+    line = {"kind": "eval", "step": 3, "walk": {"3": {"length": 2.5, "drafts": 4, "accepted": [3, 2, 1]}}}
+    (other / "04_draft/metrics.jsonl").write_text(json.dumps(line) + "\n")
+    monkeypatch.setattr(module, "write_report", watched)
+    code, out, stderr = train(run, "--eval-every", 2, "--compare", other)
+    assert code == 0, stderr
+    assert [evaluations for _, evaluations, *_ in seen] == [1, 2, 3, 3]  # steps 2, 4, 5 and the end
+    assert all(samples == 3 and others == {"other-run"} for *_, samples, others in seen)
+    assert "other-run" in (run / "04_draft/report.html").read_text()
+    assert all(0 < line["utilisation"] < 5 for line in metrics(run, "train"))
+    assert "estimated speed-up" in out and "accepted by position" in out
