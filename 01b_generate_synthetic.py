@@ -14,17 +14,18 @@ import asyncio
 import os
 from pathlib import Path
 
-from common.pipeline.command_line import Settings, load_settings
-from common.pipeline.errors import TooManyFailures, UserError, guarded
 from common.forecast.tables import ask_nobody, show_forecast
 from common.generation.loop import Generation
-from common.pipeline.node_share import HELP, Part, parse_part, stage_folder
+from common.generation.record_folder import FAILURES, Counts, FailureList, Stored
 from common.generation.work import Planner, input_fingerprint
+from common.pipeline.command_line import Settings, load_settings
 from common.pipeline.console import say, table
+from common.pipeline.errors import TooManyFailures, UserError, guarded
+from common.pipeline.jsonl import JsonlParts
+from common.pipeline.manifest import MANIFEST, Manifest, check_fingerprint, open_stage, stage_lock
+from common.pipeline.node_share import HELP, Part, parse_part, stage_folder
 from common.questions.questions import QuestionStream
 from common.target.protocol import Protocol, load_protocol
-from common.generation.record import FAILURES, Counts, FailureList, Stored
-from common.pipeline.manifest import MANIFEST, JsonlParts, Manifest, check_fingerprint, open_stage, stage_lock
 
 STAGE = "01_synthetic"
 BYTES_A_TOKEN = 12  # of JSONL: the id and the text that it stands for
@@ -90,8 +91,8 @@ def main() -> int:
 def print_server_command(settings: Settings) -> int:
     from urllib.parse import urlsplit
 
-    from common.generation.openai_engine import api_roots
     from common.servers.commands import generation_command
+    from common.servers.endpoints import api_roots
 
     port = urlsplit(api_roots(settings.generate.base_urls, "generate.base_urls")[0]).port or 8000
     say(generation_command(settings.target, port, settings.generate.context_tokens))

@@ -17,16 +17,19 @@ it has trained on (common/dataset/disk_budget.py).
 import os
 from pathlib import Path
 
-from common.pipeline.command_line import Settings, load_settings
-from common.pipeline.errors import TooManyFailures, UserError, guarded
-from common.forecast.tables import ask_nobody, is_there, show_forecast, show_missing
-from common.pipeline.node_share import HELP, load_stage, parse_part, stage_files, stage_folder
-from common.pipeline.console import say, table
-from common.target.protocol import load_protocol
-from common.pipeline.manifest import JsonlParts, Manifest, check_free_space, open_stage, stage_lock
-from common.extraction.streams import StreamReader
-from common.target.sizes import TargetSizes, check_same_target, planned_sizes, read_sizes, read_tensors, target_digest
 from common.dataset.disk_budget import parse_size, released_shards, tokens_folder
+from common.extraction.streams import StreamReader
+from common.forecast.tables import ask_nobody, is_there, show_forecast, show_missing
+from common.pipeline.command_line import Settings, load_settings
+from common.pipeline.console import say, table
+from common.pipeline.errors import TooManyFailures, UserError, guarded
+from common.pipeline.files import check_free_space
+from common.pipeline.jsonl import JsonlParts
+from common.pipeline.manifest import Manifest, open_stage, stage_lock
+from common.pipeline.node_share import HELP, load_stage, parse_part, stage_files, stage_folder
+from common.target.protocol import load_protocol
+from common.target.sizes import TargetSizes, check_same_target, planned_sizes, read_sizes, target_digest
+from common.target.tensors import read_tensors
 
 STAGE, INPUT = "02_hidden", "01_synthetic"
 
@@ -65,10 +68,10 @@ def main() -> int:
     if not places and (part.count == 1 or reader.rejected):
         raise UserError(f"{source} holds no usable record ({dict(reader.rejected) or 'it is empty'}); run 01b first")
 
-    from common.extraction.loop import Extraction, plan_shards
-    from common.extraction.on_policy import OnPolicyCheck
     from common.dataset.shards import Shard, ShardKind
     from common.extraction.disk_budget import open_window, planned_lines, rounds_to_come
+    from common.extraction.loop import Extraction, plan_shards
+    from common.extraction.on_policy import OnPolicyCheck
 
     digest = target_digest(settings.target)
     kind = ShardKind(settings.target.model, digest, sizes.hidden_size, aux_layers, settings.extract.store_dtype)
@@ -125,8 +128,8 @@ def print_server_command(settings: Settings, aux_layers: tuple[int, ...], layers
     """The command for each extraction server, and what must be equal on both sides."""
     from urllib.parse import urlsplit
 
-    from common.generation.openai_engine import api_roots
     from common.servers.commands import extraction_command
+    from common.servers.endpoints import api_roots
 
     for url in api_roots(settings.extract.extract_urls, "extract.extract_urls"):
         say(extraction_command(settings.target, settings.extract, urlsplit(url).port or 80, aux_layers, layers))

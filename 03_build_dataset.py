@@ -10,15 +10,17 @@ Reads RUN/02_hidden; writes RUN/03_dataset. No state is copied: the index says w
 import os
 from pathlib import Path
 
-from common.pipeline.command_line import Settings, load_settings
-from common.pipeline.errors import UserError, guarded
-from common.forecast.tables import ask_nobody, is_there, show_forecast, show_missing
-from common.pipeline.node_share import load_stage
-from common.pipeline.console import Progress, say, table
-from common.target.protocol import Protocol, load_protocol
-from common.pipeline.manifest import Manifest, atomic_path, digest, open_stage, stage_lock, write_json
-from common.target.sizes import check_same_target, read_sizes, read_tensors
 from common.dataset.disk_budget import check_split, tokens_folder
+from common.forecast.tables import ask_nobody, is_there, show_forecast, show_missing
+from common.pipeline.command_line import Settings, load_settings
+from common.pipeline.console import Progress, say, table
+from common.pipeline.errors import UserError, guarded
+from common.pipeline.files import atomic_path, digest, write_json
+from common.pipeline.manifest import Manifest, open_stage, stage_lock
+from common.pipeline.node_share import load_stage
+from common.target.protocol import Protocol, load_protocol
+from common.target.sizes import check_same_target, read_sizes
+from common.target.tensors import read_tensors
 
 STAGE, INPUT = "03_dataset", "02_hidden"
 
@@ -46,9 +48,10 @@ def main() -> int:
     import torch
     from safetensors.torch import save_file
 
-    from common.dataset.index import HELD_OUT, TRAIN, IndexBuilder, Packs
-    from common.dataset.shards import Shard
     from common.dataset.draft_vocabulary import byte_tokens, choose_tokens, coverage, coverage_table, mappings
+    from common.dataset.index import HELD_OUT, TRAIN, IndexBuilder
+    from common.dataset.packs import Packs
+    from common.dataset.shards import Shard
 
     say(f"03 build: {source} -> {folder}" + " (dry run)" * settings.dry_run)
     if settings.dry_run:
@@ -136,8 +139,8 @@ def main() -> int:
 
 def inspect(id: str, shards: Manifest, source: Path, protocol: Protocol) -> int:
     """Show the sample whose id begins with `id`."""
-    from common.target.sample_view import show_sample
     from common.dataset.shards import Shard
+    from common.target.sample_view import show_sample
 
     for name in sorted(shards.files):
         shard = Shard(source / name)

@@ -20,11 +20,12 @@ import os
 import time
 from pathlib import Path
 
-from common.pipeline.command_line import Settings, load_settings
-from common.pipeline.errors import TooManyFailures, UserError, guarded
 from common.forecast.tables import ask_nobody, is_there, show_forecast, show_missing
+from common.pipeline.command_line import Settings, load_settings
 from common.pipeline.console import Progress, say, table
-from common.pipeline.manifest import MANIFEST, Manifest, open_stage, stage_lock, write_json, write_text
+from common.pipeline.errors import TooManyFailures, UserError, guarded
+from common.pipeline.files import write_json, write_text
+from common.pipeline.manifest import MANIFEST, Manifest, open_stage, stage_lock
 
 STAGE, INPUT, STATES = "04_draft", "03_dataset", "02_hidden"
 SWITCHES = {
@@ -55,9 +56,9 @@ def main() -> int | None:
     if bad or not dataset.complete:
         raise UserError(f"{source}{f'/{bad[0]} is not what 03 wrote' if bad else ' is not complete'}; rerun 03")
 
+    from common.export.warm_start import weight_hashes
     from common.training.ranks import start_ranks
     from common.training.run import TrainingRun
-    from common.export.warm_start import weight_hashes
 
     ranks = start_ranks(settings.train.device)
     if checkpoint and ranks.world > 1:
@@ -99,8 +100,9 @@ def train(run) -> None:
     """The training loop: unrolled steps over packs, the optimizer, held-out acceptance, checkpoints."""
     import torch
 
-    from common.training.ranks import gradients, whole
-    from common.training.optimizer import StopSignal, global_counts, learning_rate, prefetched, step_packs
+    from common.training.batches import global_counts, prefetched, step_packs
+    from common.training.optimizer import learning_rate
+    from common.training.ranks import StopSignal, gradients, whole
 
     s, ranks, stop = run.settings.train, run.ranks, StopSignal(run.ranks)
     if not run.baselines:
@@ -140,11 +142,11 @@ def train(run) -> None:
 
 def finish(run, folder: Path, manifest: Manifest, settings: Settings, checkpoint: Path | None = None) -> None:
     """Export the best checkpoint, or the given one, write the report and the manifest, print the summary."""
-    from common.training.checkpoint import load_checkpoint
     from common.export.engine_check import inspect
-    from common.export.served_folder import describe, export
     from common.export.model_card import model_card
+    from common.export.served_folder import describe, export
     from common.export.speculators_layout import write_speculators
+    from common.training.checkpoint import load_checkpoint
 
     chosen = load_checkpoint(checkpoint, run.draft, None)["step"] if checkpoint else run.load_best()
     figures, replies = run.measure()

@@ -14,6 +14,7 @@ os.environ["HF_HUB_OFFLINE"] = "1"  # before any hub library: a dry run in this 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
 import pytest
+
 from tests.support.stages import DEMO, ROOT, run_process
 
 # What a shell starts in the background ignores SIGINT, and the scripts that tests interrupt would inherit that.
@@ -162,7 +163,7 @@ def small_disk(tmp_path):
 def smollm2(demo_target):
     """The demo target in bf16, loaded once a worker."""
     from common.pipeline.settings import Target
-    from common.generation.local_engine import load_model
+    from common.target.local_model import load_model
 
     os.chdir(ROOT)
     return load_model(Target(model=str(demo_target)), "cpu")

@@ -5,12 +5,12 @@ import tomllib
 from dataclasses import replace
 
 import pytest
-from tests.support.stages import ROOT
 
 from common.pipeline.command_line import load_settings
-from common.target.protocol import load_protocol
 from common.servers.commands import generation_command
+from common.target.protocol import load_protocol
 from common.target.sizes import planned_sizes
+from tests.support.stages import ROOT
 
 CONFIGS = {path.stem: path for path in sorted((ROOT / "configs").glob("*.toml"))}
 KIMI = [name for name in CONFIGS if name.startswith("kimi")]

@@ -7,13 +7,13 @@ import re
 import shlex
 
 import pytest
-from tests.support.stages import ROOT, SCRIPTS, script_module
 
 from common.pipeline import command_line
 from common.pipeline.command_line import load_settings
 from common.servers.commands import draft_command
 from tests.end_to_end import documents
 from tests.end_to_end.documents import EXEMPT, PROGRAMS, PROMISES, README, RUNBOOK, TOGETHER
+from tests.support.stages import ROOT, SCRIPTS, script_module
 
 DOCUMENTS = (README, RUNBOOK)
 PORTS = {"draft_port": 1, "rendezvous_port": 2, "generation_port": 3, "extraction_port": 4}

@@ -12,16 +12,15 @@ beside those not yet deleted. 04 passes over a round as often as `train.epochs` 
 trained.json, and only then deletes its shards; what a kill leaves between note and deletion, the next start deletes.
 """
 
-import math
 import re
 import time
-from fractions import Fraction
 from pathlib import Path
 
-from common.pipeline.settings import Dataset
+from common.pipeline.console import gb, say
 from common.pipeline.errors import UserError
-from common.pipeline.console import say
-from common.pipeline.manifest import MANIFEST, Manifest, read_json, write_json
+from common.pipeline.files import read_json, write_json
+from common.pipeline.manifest import MANIFEST, Manifest
+from common.pipeline.settings import Dataset
 
 STAGE, PLAN, TRAINED = "02_hidden", "plan", "trained.json"
 SPLIT = ("holdout_share", "split_seed")  # settings of [dataset] that a plan fixes
@@ -167,10 +166,3 @@ def window_lines(limit: int, rounds: list[int], held_out: int) -> list[tuple[str
     """The plan, to be printed; sizes in bytes."""
     largest = f"at most {gb(max(rounds, default=0))} each, half of {gb(limit)}"
     return [("window", f"{len(rounds)} rounds, {largest}; and {gb(held_out)} held out, which stay")]
-
-
-def gb(size: int, up: bool = False) -> str:
-    """Bytes as people write them in `--window`; `up`: rounded up, so that a size that is advised is enough."""
-    unit, digits, name = (10**9, 1, "GB") if size >= 1e8 else (10**6, 2, "MB")
-    steps = Fraction(size * 10**digits, unit)
-    return f"{(math.ceil(steps) if up else round(steps)) / 10**digits:.{digits}f} {name}"

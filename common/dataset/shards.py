@@ -18,9 +18,10 @@ import torch
 from safetensors import SafetensorError, safe_open
 from torch import Tensor
 
+from common.dataset.stream import Stream
 from common.pipeline.errors import UserError
-from common.pipeline.manifest import FORMAT_VERSION, sync_folder
-from common.extraction.streams import Stream
+from common.pipeline.files import sync_folder
+from common.pipeline.manifest import FORMAT_VERSION
 
 STORE_DTYPES = {"bf16": ("BF16", 2), "fp8": ("F8_E4M3", 1)}
 FP8_MAX = 448.0

@@ -11,8 +11,8 @@ import time
 from pathlib import Path
 
 from common.pipeline.command_line import load_settings
-from common.pipeline.errors import UserError, guarded
 from common.pipeline.console import say
+from common.pipeline.errors import UserError, guarded
 from common.pipeline.manifest import Manifest
 
 CONFIG = "configs/demo.toml"

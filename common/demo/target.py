@@ -19,9 +19,9 @@ import shutil
 import sys
 from pathlib import Path
 
-from common.pipeline.errors import UserError, guarded
 from common.pipeline.console import Progress, say
-from common.pipeline.manifest import write_json, write_text
+from common.pipeline.errors import UserError, guarded
+from common.pipeline.files import write_json, write_text
 
 THINK_OPEN_ID, THINK_CLOSE_ID, NEWLINE_ID = 15, 16, 198
 RELABELLED = {"<jupyter_script>": "<think>", "<empty_output>": "</think>"}

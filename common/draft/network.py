@@ -8,61 +8,12 @@ d query and key width of a head, dv value width, N = Nq + Nkv columns of the inp
 """
 
 import math
-from dataclasses import dataclass
 
 import torch
 from torch import Tensor, nn
 
+from common.draft.config import DraftConfig
 from common.draft.kernels import Weight, both, rms_norm, rotate, swiglu
-
-
-@dataclass(frozen=True)
-class DraftConfig:
-    """Sizes and options of a draft, named as in the served config.json."""
-
-    form: str  # "llama" | "mla"
-    hidden_size: int
-    intermediate_size: int
-    num_attention_heads: int
-    num_key_value_heads: int
-    head_dim: int
-    vocab_size: int
-    draft_vocab_size: int
-    num_aux: int = 3
-    rms_norm_eps: float = 1e-5
-    rope_theta: float = 10000.0
-    rope_scaling: dict | None = None
-    max_position_embeddings: int = 4096
-    norm_before_residual: bool = False
-    norm_before_fc: bool = False
-    fc_norm: bool = False
-    norm_output: bool = False
-    q_lora_rank: int = 0  # MLA from here; 0 means queries without a low rank
-    kv_lora_rank: int = 0
-    qk_nope_head_dim: int = 0
-    qk_rope_head_dim: int = 0
-    v_head_dim: int = 0
-
-    @property
-    def rope_type(self) -> str:
-        scaling = self.rope_scaling or {}
-        return scaling.get("rope_type", scaling.get("type", "default"))
-
-    def __post_init__(self):
-        if self.form not in ("llama", "mla"):
-            raise ValueError(f'draft form is "{self.form}", expected "llama" or "mla"')
-        if self.form == "mla" and self.norm_before_fc:
-            raise ValueError(
-                "norm_before_fc is set, but vLLM's MLA draft has no such norm; use fc_norm or the llama form"
-            )
-        if self.form == "mla" and min(self.kv_lora_rank, self.qk_rope_head_dim, self.v_head_dim) < 1:
-            raise ValueError("an MLA draft needs kv_lora_rank, qk_rope_head_dim and v_head_dim")
-        if self.rope_type == "yarn" and not {"factor", "original_max_position_embeddings"} <= self.rope_scaling.keys():
-            raise ValueError("rope_scaling of type yarn needs factor and original_max_position_embeddings")
-        if self.num_attention_heads % self.num_key_value_heads:
-            raise ValueError(
-                f"{self.num_attention_heads} query heads cannot share {self.num_key_value_heads} key heads evenly"
-            )
 
 
 def yarn_mscale(factor: float, mscale: float = 1.0) -> float:

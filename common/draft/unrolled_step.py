@@ -19,11 +19,11 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+from common.dataset.packs import Pack
 from common.draft.attention import Run, attention_kernel, merged_attention
-from common.dataset.index import Pack
-from common.draft.network import Draft, rope_frequencies
 from common.draft.head_loss import argmax, head_loss
 from common.draft.kernels import Weight, compile_bodies, keep_freed_memory, rms_norm, take_rows, wide
+from common.draft.network import Draft, rope_frequencies
 
 TARGET_LOGITS = 32 * 1024 * 1024  # full-vocabulary logits at a time: 64 MiB in bf16
 

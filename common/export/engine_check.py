@@ -12,11 +12,20 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
-from common.draft.network import Draft, DraftConfig, rope_frequencies, yarn_mscale
-from common.pipeline.errors import UserError
-from common.export.served_folder import ARCHITECTURES
+from common.draft.config import DraftConfig
+from common.draft.network import Draft, rope_frequencies, yarn_mscale
 from common.export.findings import BOTH, SGLANG, VLLM, Findings
-from common.export.published_draft import FORMS, HEAD_NORMS, draft_sizes, our_name, read_config, read_weights, weight_files
+from common.export.published_draft import (
+    FORMS,
+    HEAD_NORMS,
+    draft_sizes,
+    our_name,
+    read_config,
+    read_weights,
+    weight_files,
+)
+from common.export.served_folder import ARCHITECTURES
+from common.pipeline.errors import UserError
 
 OLD_SGLANG = "SGLang before 2026"
 EAGLE_31 = "June 2026"  # when engines learned fc_norm and norm_output: vLLM #42764, SGLang #24663 and #26506

@@ -4,8 +4,8 @@ import json
 import shlex
 from pathlib import Path
 
-from common.pipeline.settings import Target
 from common.export.findings import SGLANG, VLLM, Findings
+from common.pipeline.settings import Target
 from common.servers.commands import draft_command
 
 PORT = 8000

@@ -12,11 +12,11 @@ from safetensors import SafetensorError
 from safetensors.torch import load_file
 from torch import Tensor
 
-from common.draft.network import DraftConfig
-from common.pipeline.errors import UserError
-from common.export.served_folder import ARCHITECTURES, read_draft_config
+from common.draft.config import DraftConfig
 from common.export.findings import BOTH, ENGINES, SGLANG, VLLM, Findings
-from common.pipeline.manifest import read_json
+from common.export.served_folder import ARCHITECTURES, read_draft_config
+from common.pipeline.errors import UserError
+from common.pipeline.files import read_json
 
 HEAD_NORMS = "Eagle3Qwen3ForCausalLM"  # llama's form with norms on queries and keys, which only vLLM has
 FORMS = {  # architecture -> (our form, the engines that know the name)

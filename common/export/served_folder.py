@@ -14,10 +14,11 @@ from safetensors import SafetensorError, safe_open
 from safetensors.torch import load_file, save_file
 from torch import Tensor
 
-from common.draft.network import Draft, DraftConfig, rope_frequencies, yarn_mscale
-from common.pipeline.errors import UserError
-from common.pipeline.manifest import atomic_path, read_json, sync_folder, write_json
 from common.dataset.draft_vocabulary import kept_tokens
+from common.draft.config import DraftConfig
+from common.draft.network import Draft, rope_frequencies, yarn_mscale
+from common.pipeline.errors import UserError
+from common.pipeline.files import atomic_path, read_json, sync_folder, write_json
 
 ARCHITECTURES = {"llama": "LlamaForCausalLMEagle3", "mla": "Eagle3DeepseekV2ForCausalLM"}
 MODEL_TYPES = {"llama": "llama", "mla": "kimi_k2"}  # vLLM takes "deepseek_v3" for the target's own MTP layer

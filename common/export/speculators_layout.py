@@ -9,10 +9,10 @@ from pathlib import Path
 
 from safetensors.torch import load_file, save_file
 
-from common.draft.network import DraftConfig
-from common.pipeline.errors import UserError
+from common.draft.config import DraftConfig
 from common.export.served_folder import read_draft_config, rope_settings
-from common.pipeline.manifest import read_json, sync_folder, write_json
+from common.pipeline.errors import UserError
+from common.pipeline.files import read_json, sync_folder, write_json
 
 VERSION = "0.9.0"
 LAYER_PREFIX = "midlayer."

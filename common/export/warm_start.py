@@ -9,12 +9,13 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
-from common.draft.network import Draft, DraftConfig
-from common.pipeline.errors import UserError
+from common.dataset.draft_vocabulary import kept_tokens, mappings
+from common.draft.config import DraftConfig
+from common.draft.network import Draft
 from common.export.findings import Findings
 from common.export.published_draft import draft_sizes, our_name, read_config, read_weights, weight_files
-from common.pipeline.manifest import sha256
-from common.dataset.draft_vocabulary import kept_tokens, mappings
+from common.pipeline.errors import UserError
+from common.pipeline.files import sha256
 
 DERIVED = "rotary_emb.inv_freq"  # follows from the config
 

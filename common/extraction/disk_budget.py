@@ -13,15 +13,17 @@ from pathlib import Path
 import torch
 from safetensors.torch import save_file
 
-from common.pipeline.command_line import Settings
-from common.pipeline.settings import Dataset
-from common.dataset.index import held_out
-from common.pipeline.errors import UserError
-from common.extraction.loop import ShardPlan, plan_shards
-from common.dataset.shards import Shard, ShardKind, shard_bytes
-from common.pipeline.manifest import Manifest, digest, sync_folder
-from common.extraction.streams import Place, Stream, StreamReader
 from common.dataset.disk_budget import PLAN, SPLIT, STAGE, Window, find_window, parse_size, plan_rounds, window_lines
+from common.dataset.index import held_out
+from common.dataset.shards import Shard, ShardKind, shard_bytes
+from common.dataset.stream import Stream
+from common.extraction.loop import ShardPlan, plan_shards
+from common.extraction.streams import Place, StreamReader
+from common.pipeline.command_line import Settings
+from common.pipeline.errors import UserError
+from common.pipeline.files import digest, sync_folder
+from common.pipeline.manifest import Manifest
+from common.pipeline.settings import Dataset
 
 
 def open_window(

@@ -4,7 +4,7 @@ from collections.abc import Iterable, Iterator
 from typing import Protocol
 
 from common.dataset.shards import States
-from common.extraction.streams import Stream
+from common.dataset.stream import Stream
 
 
 class ExtractError(Exception):

@@ -10,12 +10,12 @@ from itertools import islice
 import torch
 from torch import Tensor, nn
 
-from common.pipeline.settings import Extract, Target
-from common.generation.local_engine import load_model
-from common.pipeline.errors import UserError
-from common.extraction.extractor import ExtractError
 from common.dataset.shards import States
-from common.extraction.streams import Stream
+from common.dataset.stream import Stream
+from common.extraction.extractor import ExtractError
+from common.pipeline.errors import UserError
+from common.pipeline.settings import Extract, Target
+from common.target.local_model import load_model
 
 WINDOW = 16  # batches that are sorted by length together
 

@@ -12,13 +12,15 @@ from pathlib import Path
 
 import torch
 
-from common.pipeline.settings import Extract
+from common.dataset.shards import Shard, ShardKind, ShardWriter, States
+from common.dataset.stream import Stream
 from common.extraction.extractor import ExtractError, Extractor
 from common.extraction.on_policy import OnPolicyCheck
+from common.extraction.streams import Place, StreamReader
 from common.pipeline.console import Progress
-from common.dataset.shards import Shard, ShardKind, ShardWriter, States
-from common.pipeline.manifest import JsonlParts, Manifest
-from common.extraction.streams import Place, Stream, StreamReader
+from common.pipeline.jsonl import JsonlParts
+from common.pipeline.manifest import Manifest
+from common.pipeline.settings import Extract
 
 
 @dataclass(frozen=True)

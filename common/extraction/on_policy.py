@@ -12,9 +12,9 @@ import torch
 from torch import Tensor
 from torch.nn.functional import rms_norm
 
-from common.pipeline.settings import Extract
-from common.pipeline.errors import SafetyStop
 from common.dataset.shards import Shard
+from common.pipeline.errors import SafetyStop
+from common.pipeline.settings import Extract
 
 POSITIONS = 256  # of a sequence, from its first reply token on: bounds the cost of a large head
 CHUNK = 64  # positions whose logits exist at once

@@ -12,27 +12,15 @@ import zlib
 from array import array
 from collections import Counter
 from collections.abc import Iterator
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from pathlib import Path
 
+from common.dataset.stream import Stream
 from common.pipeline.errors import UserError
 from common.pipeline.node_share import stage_files
 from common.target.protocol import Protocol
 
 REQUIRED = {"id": str, "prompt_ids": list, "output_ids": list, "source": dict, "finish_reason": str}
-
-
-@dataclass(frozen=True)
-class Stream:
-    """One sample's token stream. `mask` is 1 where the target wrote the token; `facts` travel with it."""
-
-    id: str
-    ids: array  # int32 [T]
-    mask: array  # uint8 [T]
-    facts: dict = field(default_factory=dict)  # question, finish, ids_from, source, reasoning, temperature, forced
-
-    def __len__(self) -> int:
-        return len(self.ids)
 
 
 @dataclass(frozen=True)

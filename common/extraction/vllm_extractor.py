@@ -20,17 +20,15 @@ import openai
 import torch
 from safetensors import SafetensorError, safe_open
 
-from common.pipeline.settings import Extract, Target
-from common.generation.openai_engine import api_roots
-from common.generation.completion import read_models
-from common.pipeline.errors import SafetyStop, UserError
+from common.dataset.shards import States
+from common.dataset.stream import Stream
 from common.extraction.extractor import ExtractError
 from common.extraction.spool import Spool
-from common.pipeline.console import say
-from common.dataset.shards import States
-from common.extraction.streams import Stream
+from common.pipeline.console import gb, say
+from common.pipeline.errors import SafetyStop, UserError
+from common.pipeline.settings import Extract, Target
+from common.servers.endpoints import api_roots, read_models
 from common.target.sizes import TargetSizes, weights_name
-from common.dataset.disk_budget import gb
 
 PROBE_TOKENS = 16
 RESTED_S = 10.0  # a server that failed is asked again only after so long, while others answer
@@ -238,7 +236,8 @@ class VllmExtractor:
 def _told_config(url: str) -> dict:
     """The connector's settings, which a server in development mode tells; empty where it tells nothing.
 
-    vLLM 0.32 tells its layer list nowhere, so the printed command writes it there a second time (common/servers/commands.py).
+    vLLM 0.32 tells its layer list nowhere, so the printed command writes it there a second time: see
+    common/servers/commands.py.
     """
     page = url.removesuffix("/v1") + "/server_info?config_format=json"
     try:

@@ -1,6 +1,6 @@
 """What a run takes, as arithmetic: bytes, memory by part, FLOPs, hours. Pure functions, no torch, no files.
 
-`draft` is a DraftConfig (common/draft/network.py) or whatever has its fields. Shapes as in common/draft/unrolled_step.py: T tokens of a pack,
+`draft` is a DraftConfig (common/draft/config.py). Shapes as in common/draft/unrolled_step.py: T tokens of a pack,
 P loss positions among them, K unrolled steps, H hidden, I intermediate, A aux states, V vocabulary, D draft vocabulary.
 tests/forecast/test_arithmetic.py holds the memory against a measured step, and the FLOPs against the bench's count.
 """
@@ -10,7 +10,9 @@ from typing import NamedTuple
 GB, GIB = 1e9, 2**30
 LOW, MASTER = 2, 4  # bytes of bf16, and of float32 masters
 JSONL_BYTES = 12  # of stage 01b, a token: the id and the text that it stands for
-TARGET_LOGITS = 32 * 1024 * 1024  # common/draft/unrolled_step.py and head_loss.py: full-vocabulary logits at a time, rows of a chunk
+TARGET_LOGITS = (
+    32 * 1024 * 1024
+)  # common/draft/unrolled_step.py and head_loss.py: full-vocabulary logits at a time, rows of a chunk
 CHUNK_ROWS = 2000
 CUDA_CONTEXT = 1.0 * GIB  # CUDA's own, kernels and NCCL's buffers: seen, not derived
 FRAGMENTATION = 0.05  # of all tensors: what the allocator cannot hand out

@@ -1,18 +1,20 @@
 """What a dry run prints of the whole run: samples, tokens, disk, memory of training, hours by kind of GPU.
 
 Lengths are those of the stages that are there already, else the config's [plan]; sizes are the checkpoint's, else the
-config's [sizes]. No server, no GPU, no hub and no weights are needed. The arithmetic is in common/forecast/arithmetic.py.
+config's [sizes]. No server, no GPU, no hub and no weights are needed. common/forecast/arithmetic.py
+has the arithmetic.
 """
 
 import os
 from typing import NamedTuple
 
 from common.forecast import arithmetic as plan
-from common.pipeline.command_line import Settings
-from common.pipeline.errors import UserError
 from common.forecast.arithmetic import GB, GIB, GPUS
+from common.pipeline.command_line import Settings
 from common.pipeline.console import say, table
-from common.pipeline.manifest import MANIFEST, read_json
+from common.pipeline.errors import UserError
+from common.pipeline.files import read_json
+from common.pipeline.manifest import MANIFEST
 from common.target.sizes import planned_sizes
 
 
@@ -48,7 +50,7 @@ def expected_load(settings: Settings) -> Load:
 
 def show_forecast(settings: Settings, note: str = "") -> int:
     """Print the plan of the whole run."""
-    from common.training.optimizer import draft_config
+    from common.draft.config import draft_config
 
     f, load = settings.file, expected_load(settings)
     if note:

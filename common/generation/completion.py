@@ -7,6 +7,7 @@ here looks at them.
 import json
 
 from common.generation.engine import Answer, EngineError
+from common.servers.endpoints import shortly
 from common.target.protocol import Protocol
 
 REASONING_FIELDS = ("reasoning", "reasoning_content")  # vLLM 0.16 and newer; SGLang and older vLLM
@@ -56,17 +57,6 @@ def read_reply(text: str, protocol: Protocol, opened: bool, server: str = "") ->
     )
 
 
-def read_models(text: str) -> list[dict]:
-    """The models that a server lists, from the raw body of /v1/models; raises ValueError for a body that is none."""
-    try:
-        models = json.loads(text)["data"]
-        if models and all(isinstance(model["id"], str) for model in models):
-            return models
-    except (ValueError, KeyError, TypeError):
-        pass
-    raise ValueError(f"no list of models but {_shortly(text)}")
-
-
 def field_kinds(value: dict) -> dict[str, str]:
     """What each field of a received object holds, in a word or two."""
     return {str(name): _kind(item) for name, item in value.items()}
@@ -92,10 +82,4 @@ def _ids(value) -> list[int] | None:
 
 def _no_reply(text: str) -> str:
     """Why a body with status 200 is no reply: the server's own error message where it has one."""
-    return f"no chat completion but {_shortly(text)}"
-
-
-def _shortly(text: str) -> str:
-    """The beginning of a received body in one line."""
-    said = " ".join(text.split())[:200]
-    return repr(said) if said else "an empty body"
+    return f"no chat completion but {shortly(text)}"

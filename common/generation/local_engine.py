@@ -7,37 +7,14 @@ sampling from the softmax), so that a reply depends on its request alone and not
 import asyncio
 
 import torch
-from transformers import AutoModelForCausalLM, LogitsProcessor, LogitsProcessorList, StoppingCriteria, TopPLogitsWarper
-from transformers.utils import logging
+from transformers import LogitsProcessor, LogitsProcessorList, StoppingCriteria, TopPLogitsWarper
 
-from common.pipeline.settings import Target
 from common.generation.engine import Answer, Request, Sampling
-from common.pipeline.errors import UserError
-from common.target.protocol import Protocol, require_model
+from common.pipeline.settings import Target
+from common.target.local_model import load_model
+from common.target.protocol import Protocol
 
 BATCH_WAIT_S = 0.05  # how long a batch that is not full waits for company
-
-
-def pick_device(name: str) -> str:
-    """`auto` is the GPU where there is one."""
-    return ("cuda" if torch.cuda.is_available() else "cpu") if name == "auto" else name
-
-
-def load_model(target: Target, device: str):
-    """The target in bf16, ready to run; raises UserError where it can't be loaded."""
-    require_model(target.model)
-    logging.set_verbosity_error()
-    logging.disable_progress_bar()
-    try:
-        model = AutoModelForCausalLM.from_pretrained(
-            target.model,
-            revision=target.revision or None,
-            trust_remote_code=target.trust_remote_code,
-            dtype=torch.bfloat16,
-        )
-    except (OSError, ValueError) as error:
-        raise UserError(f"cannot load {target.model!r}: {str(error).strip().splitlines()[0]}") from None
-    return model.to(pick_device(device)).eval()
 
 
 class LocalEngine:

@@ -10,15 +10,16 @@ import random
 import time
 from collections import Counter
 
-from common.pipeline.settings import Generate
 from common.generation.engine import Answer, Engine, EngineError, Request
-from common.pipeline.errors import SafetyStop
+from common.generation.record import check_rebuilt, counted_tokens, make_record
+from common.generation.record_folder import Counts, FailureList, Stored
 from common.generation.work import Planner, Unit, sampling_of
 from common.pipeline.console import Progress, say
-from common.target.protocol import Protocol
-from common.generation.record import Counts, FailureList, Stored, check_rebuilt, counted_tokens, make_record
+from common.pipeline.errors import SafetyStop
+from common.pipeline.jsonl import JsonlParts
+from common.pipeline.settings import Generate
 from common.questions.conversations import Unusable
-from common.pipeline.manifest import JsonlParts
+from common.target.protocol import Protocol
 
 LONGEST_PAUSE_S = 60.0
 SYNC_EVERY_S = 10.0  # how much a power cut may take; a killed process loses nothing

@@ -6,25 +6,22 @@ connections is left out until it answers again; the others go on with its share.
 
 import asyncio
 import email.utils
-import json
 import math
 import time
-import urllib.request
 from dataclasses import dataclass
 
-from common.target.messages import on_the_wire
-from common.pipeline.settings import Generate
+from common.generation.completion import read_reply
 from common.generation.engine import Answer, EngineError, Request, Sampling
-from common.generation.completion import read_models, read_reply
 from common.pipeline.errors import UserError
+from common.pipeline.settings import Generate
+from common.servers.endpoints import api_roots, arguments_of, read_models, server_version
+from common.target.messages import on_the_wire
 from common.target.protocol import Protocol
 
 CONNECT_TIMEOUT_S = 10.0
 POLL_S = 1.0
 RETRIED = (408, 409, 425, 429)  # and every 5xx; other 4xx say that the request itself is wrong
 NEVER_ARRIVED = ("ConnectError", "ConnectTimeout")  # by name: which HTTP library the client wraps is its own affair
-KNOWN = ("model", "messages", "temperature", "top_p", "max_tokens", "seed")  # arguments that the client has itself
-VERSION_PAGES = {"vLLM": "/version", "SGLang": "/get_server_info"}
 
 
 @dataclass
@@ -163,35 +160,6 @@ class OpenAIServers:
 async def listed(client) -> str:
     """The raw body of /v1/models: a page of a proxy's, which the client's types would choke on, comes as it is."""
     return (await client.models.with_raw_response.list()).text
-
-
-def arguments_of(body: dict) -> dict:
-    """A JSON body as arguments of the openai client. What it has no argument for goes through `extra_body`, which lands
-    at the top level of the JSON: where a server looks for template arguments."""
-    known = {key: body[key] for key in KNOWN if key in body}
-    return known | {"extra_body": {key: value for key, value in body.items() if key not in KNOWN}}
-
-
-def api_roots(urls: tuple[str, ...], setting: str) -> list[str]:
-    """Base URLs as the client wants them, with /v1 where only host and port were given; `setting` names them."""
-    if not urls:
-        raise UserError(f"{setting} is empty: name one server at least, as http://localhost:8000/v1")
-    roots = [url.rstrip("/") for url in urls]
-    for root in roots:
-        if not root.startswith(("http://", "https://")):
-            raise UserError(f"{setting}: {root!r} must start with http:// or https://")
-    return [root if root.count("/") > 2 else f"{root}/v1" for root in roots]
-
-
-def server_version(url: str) -> str:
-    """The server's name and version where it tells them; a note for the records, not a need."""
-    for name, page in VERSION_PAGES.items():
-        try:
-            with urllib.request.urlopen(url.removesuffix("/v1") + page, timeout=5) as response:
-                return f"{name} {json.load(response)['version']}"
-        except (OSError, ValueError, KeyError, TypeError):
-            continue
-    return "unknown"
 
 
 def _said(error) -> str:

@@ -8,14 +8,15 @@ import json
 import urllib.error
 import urllib.request
 
-from common.pipeline.command_line import Settings
-from common.generation.engine import Answer, EngineError, Request
-from common.generation.openai_engine import OpenAIServers, Server, arguments_of
 from common.generation.completion import REASONING_FIELDS, field_kinds, read_reply
-from common.generation.work import sampling_of
-from common.pipeline.console import say, table
-from common.target.protocol import Protocol
+from common.generation.engine import Answer, EngineError, Request
+from common.generation.openai_engine import OpenAIServers, Server
 from common.generation.record import check_rebuilt, make_record
+from common.generation.work import sampling_of
+from common.pipeline.command_line import Settings
+from common.pipeline.console import say, table
+from common.servers.endpoints import arguments_of
+from common.target.protocol import Protocol
 
 QUESTION = "What is 17 times 23? Think it through, then answer in one sentence."
 LONGEST_TOKENS, TIMEOUT_S = 1024, 600.0

@@ -8,14 +8,14 @@ from dataclasses import asdict, dataclass
 from itertools import chain
 from pathlib import Path
 
-from common.pipeline.settings import Generate, Questions
 from common.generation.engine import Sampling
+from common.generation.record_folder import Counts, FailureList
+from common.pipeline.files import digest, sha256
 from common.pipeline.node_share import WHOLE, Part
+from common.pipeline.settings import Generate, Questions
+from common.questions.conversations import Unusable
 from common.questions.questions import DUPLICATE, Question, Skipped
 from common.target.protocol import Protocol, Unrenderable
-from common.generation.record import Counts, FailureList
-from common.questions.conversations import Unusable
-from common.pipeline.manifest import digest, sha256
 
 SPOKEN = "Naïve Übung, 12345 tokens;\n\n  日本語 中文 한국어 🙂 don't <b>stop</b>"  # tells tokenizers apart
 

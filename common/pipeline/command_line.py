@@ -10,8 +10,8 @@ import typing
 from dataclasses import Field, asdict, dataclass, fields
 from pathlib import Path
 
-from common.pipeline.settings import SECTIONS
 from common.pipeline.errors import UserError
+from common.pipeline.settings import SECTIONS
 
 DEFAULT_CONFIG = "configs/kimi-k2.5.toml"
 

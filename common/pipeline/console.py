@@ -1,7 +1,9 @@
 """One progress display for every long step: a tqdm bar in a terminal, a plain line every few seconds elsewhere."""
 
+import math
 import sys
 import time
+from fractions import Fraction
 
 from tqdm import tqdm
 
@@ -75,3 +77,10 @@ def table(rows: list[tuple[str, str]]) -> None:
     width = max(len(name) for name, _ in rows)
     for name, value in rows:
         say(f"  {name:<{width}}  {value}")
+
+
+def gb(size: int, up: bool = False) -> str:
+    """Bytes as people write them in `--window`; `up`: rounded up, so that a size that is advised is enough."""
+    unit, digits, name = (10**9, 1, "GB") if size >= 1e8 else (10**6, 2, "MB")
+    steps = Fraction(size * 10**digits, unit)
+    return f"{(math.ceil(steps) if up else round(steps)) / 10**digits:.{digits}f} {name}"

@@ -1,7 +1,7 @@
 """Settings: one dataclass a section, each field with its default, help text and unit.
 
-One TOML per target holds a table per dataclass below (common/pipeline/command_line.py reads it, and flags). A stage sees only
-the sections that it reads, so that a flag `--batch-size` belongs to exactly one setting of that stage.
+One TOML per target holds a table per dataclass below; common/pipeline/command_line.py reads it, and the flags. A stage
+sees only the sections that it reads, so that a flag `--batch-size` belongs to exactly one setting of that stage.
 """
 
 from dataclasses import dataclass, field

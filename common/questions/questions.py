@@ -7,11 +7,11 @@ each later reply. Rows that cannot be asked come out as `Skipped` with the reaso
 from collections.abc import Iterator
 from dataclasses import dataclass, field
 
-from common.target.messages import canonical
+from common.pipeline.files import digest
 from common.pipeline.settings import Questions
-from common.questions.rows import open_rows
 from common.questions.conversations import Unusable, chat_messages
-from common.pipeline.manifest import digest
+from common.questions.rows import open_rows
+from common.target.messages import canonical
 
 DUPLICATE = "duplicate"
 

@@ -13,8 +13,8 @@ from collections.abc import Iterable, Iterator
 from pathlib import Path
 from typing import BinaryIO
 
-from common.pipeline.settings import Questions
 from common.pipeline.errors import UserError
+from common.pipeline.settings import Questions
 from common.questions.conversations import is_row
 
 SHUFFLE_BUFFER_ROWS = 10_000

@@ -7,6 +7,8 @@ import math
 from pathlib import Path
 from statistics import median
 
+from common.pipeline.files import write_text
+from common.report.page import OVERLAYS, PARTS, document, facts_table, legend, samples_section, section, table, text_of
 from common.report.plots import (
     HALF,
     RAMP,
@@ -22,9 +24,7 @@ from common.report.plots import (
     smooth,
     thin,
 )
-from common.report.page import OVERLAYS, PARTS, document, facts_table, legend, samples_section, section, table, text_of
 from common.report.serving_section import serving_slot
-from common.pipeline.manifest import write_text
 
 HEADLINE_K = "3"  # draft tokens a forward pass: what engines are mostly run with
 

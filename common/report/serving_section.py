@@ -3,9 +3,9 @@
 import re
 from pathlib import Path
 
-from common.report.plots import fixed, number, percent, plain
+from common.pipeline.files import read_json, write_text
 from common.report.page import section, table, text_of
-from common.pipeline.manifest import read_json, write_text
+from common.report.plots import fixed, number, percent, plain
 
 RESULT = "serve_eval.json"
 BEGIN, END = "<!--serving-->", "<!--/serving-->"  # the section can be put in, or replaced, without the run's data

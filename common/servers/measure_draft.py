@@ -10,12 +10,12 @@ import urllib.request
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, replace
 
-from common.target.messages import on_the_wire
-from common.pipeline.settings import Generate, Questions, Serving, Target
-from common.pipeline.errors import UserError
 from common.pipeline.console import Progress, say
+from common.pipeline.errors import UserError
+from common.pipeline.settings import Generate, Questions, Serving, Target
 from common.questions.questions import Question, QuestionStream
 from common.servers.draft_counters import DraftCounts, draft_counts
+from common.target.messages import on_the_wire
 
 QUESTIONS = 80  # without --n
 FOREIGN_SHARE = 0.05  # more tokens out of drafts than were asked for: somebody else uses the server

@@ -13,7 +13,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from common.pipeline.errors import UserError
-from common.pipeline.manifest import atomic_path, digest, sha256
+from common.pipeline.files import atomic_path, digest, sha256
 
 RANKS, CONFIG, TEMPLATE, FAST = "tiktoken.model", "tokenizer_config.json", "chat_template.jinja", "tokenizer.json"
 RESERVED_SLOTS = 256  # ids after the ranks: control tokens, and names kept for later ones

@@ -13,11 +13,11 @@ from functools import cached_property
 from itertools import pairwise, takewhile
 from pathlib import Path
 
-from common.target.messages import canonical, map_text, texts
+from common.pipeline.errors import UserError
 from common.pipeline.settings import Target
 from common.target.control_tokens import TOOL_NAME, TextEncoder, control_tokens
-from common.pipeline.errors import UserError
 from common.target.kimi_tokenizer import FAST, build_tokenizer, find_file, find_vendor_files
+from common.target.messages import canonical, map_text, texts
 
 GENERATION_TAIL = 8  # tokens at a prompt's end that can hold the opener and what a template prints after it
 PROBES = ([{"role": "user", "content": "One, two?"}], [{"role": "user", "content": "Say yes!"}])

@@ -12,9 +12,9 @@ from safetensors.torch import load_file, save_file
 from torch import nn
 
 from common.pipeline.errors import UserError
-from common.training.ranks import like, whole
-from common.pipeline.manifest import read_json, sha256, sync_folder, write_json
+from common.pipeline.files import read_json, sha256, sync_folder, write_json
 from common.training.optimizer import Optimizers
+from common.training.ranks import like, whole
 
 PREFIX = "step-"
 

@@ -15,16 +15,17 @@ from pathlib import Path
 
 import torch
 
-from common.pipeline.settings import Train
-from common.dataset.index import TRAIN, Index, Packs, plan_packs
-from common.pipeline.errors import SafetyStop, UserError
-from common.training.held_out import HeldOut
-from common.training.ranks import Ranks
-from common.pipeline.console import say
-from common.dataset.shards import Shard
-from common.pipeline.manifest import Manifest, digest
-from common.training.optimizer import StopSignal
 from common.dataset.disk_budget import POLL_S, STAGE, Window, find_window
+from common.dataset.index import TRAIN, Index
+from common.dataset.packs import Packs, plan_packs
+from common.dataset.shards import Shard
+from common.pipeline.console import say
+from common.pipeline.errors import SafetyStop, UserError
+from common.pipeline.files import digest
+from common.pipeline.manifest import Manifest
+from common.pipeline.settings import Train
+from common.training.held_out import HeldOut
+from common.training.ranks import Ranks, StopSignal
 
 
 class FollowedPacks(Packs):

@@ -5,12 +5,13 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from common.training.acceptance import Bigram, ReplySteps, accepted_rows, measure
-from common.dataset.index import HELD_OUT, TRAIN, Pack, Packs
-from common.training.ranks import Ranks, gathered
-from common.target.sample_view import parts
-from common.target.protocol import Protocol
+from common.dataset.index import HELD_OUT, TRAIN
+from common.dataset.packs import Pack, Packs
 from common.draft.unrolled_step import UnrolledStep, loss_positions
+from common.target.protocol import Protocol
+from common.target.sample_view import parts
+from common.training.acceptance import Bigram, ReplySteps, accepted_rows, measure
+from common.training.ranks import Ranks, gathered
 
 
 @dataclass

@@ -4,7 +4,7 @@ import hashlib
 from pathlib import Path
 
 from common.pipeline.errors import UserError
-from common.pipeline.manifest import read_jsonl
+from common.pipeline.jsonl import read_jsonl
 
 
 class Loggers:

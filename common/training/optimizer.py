@@ -1,22 +1,14 @@
 """What the training loop calls: the draft's sizes, optimizer, schedule, packs in order, stop signals."""
 
 import math
-import signal
-from collections.abc import Iterator
 
 import torch
-from torch import Tensor, nn
+from torch import nn
 
-from common.pipeline.settings import DraftModel, Train
-from common.dataset.index import TRAIN, Pack, Packs, one_ahead
-from common.draft.network import DraftConfig
-from common.pipeline.errors import SafetyStop, UserError
+from common.pipeline.errors import UserError
+from common.pipeline.settings import Train
 from common.training.ranks import Ranks
-from common.draft.unrolled_step import loss_positions
 
-# Rotary scalings that training and both engines compute alike. A draft need not scale as its target does: of others
-# (mrope, longrope, dynamic), it takes the plain angles.
-SCALINGS = ("linear", "llama3", "yarn")
 DTYPES = {"bf16": torch.bfloat16, "fp32": torch.float32}
 
 
@@ -33,42 +25,6 @@ def check_settings(s: Train, ranks: Ranks) -> None:
         raise UserError("train.step_weights must weight the first step: every later one builds on it")
     if s.hard_label_share > 1:
         raise UserError(f"train.hard_label_share must be at most 1, not {s.hard_label_share:g}")
-
-
-def draft_config(shape: DraftModel, text: dict, eps: float, aux: int, draft_vocab_size: int) -> DraftConfig:
-    """The draft's sizes: the target's own (`text` is its config) where the settings say 0."""
-    heads = shape.attention_heads or text["num_attention_heads"]
-    rope = text.get("rope_parameters") or {}
-    scaling = text.get("rope_scaling") or {k: v for k, v in rope.items() if k != "rope_theta"}
-    if scaling.get("rope_type", scaling.get("type")) not in SCALINGS:
-        scaling = None
-    mla = {}
-    if shape.form == "mla":
-        names = ("q_lora_rank", "kv_lora_rank", "qk_nope_head_dim", "qk_rope_head_dim", "v_head_dim")
-        mla = {name: text.get(name) or 0 for name in names}
-    head_dim = shape.head_dim or text.get("head_dim") or text["hidden_size"] // text["num_attention_heads"]
-    if shape.form == "mla" or "kv_lora_rank" in text:  # an MLA target's head sizes say nothing about Llama heads
-        head_dim = shape.head_dim or 128
-    return DraftConfig(
-        form=shape.form,
-        hidden_size=text["hidden_size"],
-        intermediate_size=shape.intermediate_size or text["intermediate_size"],
-        num_attention_heads=heads,
-        num_key_value_heads=shape.key_value_heads or min(heads, text.get("num_key_value_heads") or heads),
-        head_dim=head_dim,
-        vocab_size=text["vocab_size"],
-        draft_vocab_size=draft_vocab_size,
-        num_aux=aux,
-        rms_norm_eps=eps,
-        rope_theta=float(text.get("rope_theta") or rope.get("rope_theta") or 10000.0),
-        rope_scaling=scaling,
-        max_position_embeddings=text.get("max_position_embeddings", 4096),
-        norm_before_residual=shape.norm_before_residual,
-        norm_before_fc=shape.norm_before_fc,
-        fc_norm=shape.fc_norm,
-        norm_output=shape.norm_output,
-        **mla,
-    )
 
 
 class Optimizers:
@@ -118,83 +74,3 @@ def learning_rate(step: int, total: int, settings: Train) -> float:
     if step < warmup:
         return settings.learning_rate * (step + 1) / warmup
     return settings.learning_rate * 0.5 * (1 + math.cos(math.pi * (step - warmup) / max(1, total - warmup)))
-
-
-# ---- packs in order ----
-
-
-class PackOrder:
-    """The endless sequence of training packs: epoch after epoch, each shuffled by the seed. Resume is a number."""
-
-    def __init__(self, packs: Packs, seed: int):
-        self.packs, self.seed = packs, seed
-        self.plans: dict[int, list[list[int]]] = {}
-        self.borders = [0]
-
-    def _plan(self, epoch: int) -> list[list[int]]:
-        if epoch not in self.plans:
-            self.plans = {epoch: self.packs.plan(TRAIN, self.seed * 1_000_003 + epoch)}
-            if len(self.borders) == epoch + 1:
-                self.borders.append(self.borders[epoch] + len(self.plans[epoch]))
-        return self.plans[epoch]
-
-    def at(self, number: int) -> tuple[float, list[int]]:
-        """(epochs done before it, rows) of pack `number`."""
-        epoch = 0
-        while True:
-            if len(self.borders) <= epoch + 1:
-                self._plan(epoch)
-            if number < self.borders[epoch + 1]:
-                plan = self._plan(epoch)
-                at = number - self.borders[epoch]
-                return epoch + at / len(plan), plan[at]
-            epoch += 1
-
-    def count(self, epochs: float) -> int:
-        """Packs in so many epochs."""
-        whole, total = math.floor(epochs), 0
-        for epoch in range(whole):
-            self._plan(epoch)
-        total = self.borders[whole] if whole else 0
-        if epochs > whole:
-            total += math.ceil((epochs - whole) * len(self._plan(whole)))
-        return total
-
-
-def step_packs(order: PackOrder, step: int, settings: Train, ranks: Ranks) -> list[list[int]]:
-    """The rows of this rank's packs of one optimizer step."""
-    first = step * settings.packs_per_step
-    return [order.at(first + i)[1] for i in range(ranks.rank, settings.packs_per_step, ranks.world)]
-
-
-def prefetched(packs: Packs, wanted: Iterator[list[list[int]]], device: str) -> Iterator[list[Pack]]:
-    """Packs of each step, read and moved one step ahead."""
-    return one_ahead(lambda rows: [packs.load(r).to(device) for r in rows], wanted)
-
-
-def global_counts(batch: list[Pack], steps: int, ranks: Ranks) -> Tensor:
-    """Loss positions int64 [K] of an optimizer step over its packs and ranks; raises SafetyStop when there are none."""
-    counts = torch.stack([loss_positions(p.loss_mask, p.offsets, steps).counts for p in batch]).sum(0)
-    counts = ranks.sum(counts)
-    if counts[0] == 0:
-        raise SafetyStop(f"a batch without a supervised token: samples {', '.join(id for p in batch for id in p.ids)}")
-    return counts
-
-
-class StopSignal:
-    """SIGTERM and the first Ctrl-C ask the loop to checkpoint and stop; a second Ctrl-C stops at once."""
-
-    def __init__(self, ranks: Ranks):
-        self.asked_here, self.ranks = False, ranks
-        for number in (signal.SIGTERM, signal.SIGINT):
-            signal.signal(number, self._ask)
-
-    def _ask(self, number, frame) -> None:
-        self.asked_here = True
-        signal.signal(signal.SIGINT, signal.default_int_handler)
-
-    def asked(self) -> bool:
-        """Whether any rank was asked, the same answer on every rank."""
-        if self.ranks.world == 1:
-            return self.asked_here
-        return bool(self.ranks.sum(torch.tensor([int(self.asked_here)])))

@@ -6,6 +6,7 @@ state; the frozen embedding and the target's head are read by every step and sta
 
 import inspect
 import os
+import signal
 from contextlib import contextmanager
 from dataclasses import dataclass
 
@@ -129,3 +130,22 @@ def like(tensor: Tensor, parameter: Tensor) -> Tensor:
     from torch.distributed.tensor import distribute_tensor
 
     return distribute_tensor(tensor, parameter.device_mesh, parameter.placements, src_data_rank=None)
+
+
+class StopSignal:
+    """SIGTERM and the first Ctrl-C ask the loop to checkpoint and stop; a second Ctrl-C stops at once."""
+
+    def __init__(self, ranks: Ranks):
+        self.asked_here, self.ranks = False, ranks
+        for number in (signal.SIGTERM, signal.SIGINT):
+            signal.signal(number, self._ask)
+
+    def _ask(self, number, frame) -> None:
+        self.asked_here = True
+        signal.signal(signal.SIGINT, signal.default_int_handler)
+
+    def asked(self) -> bool:
+        """Whether any rank was asked, the same answer on every rank."""
+        if self.ranks.world == 1:
+            return self.asked_here
+        return bool(self.ranks.sum(torch.tensor([int(self.asked_here)])))

@@ -12,24 +12,29 @@ import torch
 from safetensors.torch import load_file
 from torch import Tensor
 
-from common.training.checkpoint import checkpoints, load_checkpoint, prune, save_checkpoint
-from common.pipeline.command_line import Settings
-from common.dataset.index import Index, Pack, Packs
-from common.draft.network import Draft
-from common.pipeline.errors import SafetyStop
-from common.training.held_out import HeldOut, bigram_floor, evaluate, sample_views
-from common.training.utilisation import StepFlops, matmul_rate
-from common.training.loggers import Loggers, other_runs
-from common.training.ranks import Ranks, in_parallel, is_sharded
-from common.pipeline.console import Progress, say
-from common.target.protocol import Protocol, load_protocol
-from common.report.report import write_report
-from common.pipeline.manifest import Manifest, read_json, read_jsonl, repair_jsonl, write_text
-from common.training.optimizer import DTYPES, PackOrder, check_settings, draft_config, make_optimizer
-from common.draft.unrolled_step import StepResult, UnrolledStep
 from common.dataset.draft_vocabulary import coverage, kept_tokens
+from common.dataset.index import Index
+from common.dataset.packs import Pack, Packs
+from common.draft.config import draft_config
+from common.draft.network import Draft
+from common.draft.unrolled_step import StepResult, UnrolledStep
 from common.export.warm_start import read_published
+from common.pipeline.command_line import Settings
+from common.pipeline.console import Progress, say
+from common.pipeline.errors import SafetyStop
+from common.pipeline.files import read_json, write_text
+from common.pipeline.jsonl import read_jsonl, repair_jsonl
+from common.pipeline.manifest import Manifest
+from common.report.report import write_report
+from common.target.protocol import Protocol, load_protocol
+from common.training.batches import PackOrder
+from common.training.checkpoint import checkpoints, load_checkpoint, prune, save_checkpoint
 from common.training.disk_budget import Follower, follow
+from common.training.held_out import HeldOut, bigram_floor, evaluate, sample_views
+from common.training.loggers import Loggers, other_runs
+from common.training.optimizer import DTYPES, check_settings, make_optimizer
+from common.training.ranks import Ranks, in_parallel, is_sharded
+from common.training.utilisation import StepFlops, matmul_rate
 
 MAIN_K = 3  # draft tokens of the headline figure, by which the checkpoint to serve is chosen
 SHOWN_SAMPLES = 3  # held-out replies in the report

@@ -29,15 +29,16 @@ os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")
 
 import torch  # noqa: E402
 
-from common.pipeline.settings import Extract, Target  # noqa: E402
-from common.extraction.loop import Extraction, plan_shards  # noqa: E402
-from common.extraction.local_extractor import LocalExtractor  # noqa: E402
-from common.extraction.vllm_extractor import VllmExtractor  # noqa: E402
-from common.extraction.on_policy import OnPolicyCheck  # noqa: E402
-from common.target.protocol import load_protocol  # noqa: E402
 from common.dataset.shards import ShardKind  # noqa: E402
-from common.pipeline.manifest import JsonlParts, Manifest  # noqa: E402
+from common.extraction.local_extractor import LocalExtractor  # noqa: E402
+from common.extraction.loop import Extraction, plan_shards  # noqa: E402
+from common.extraction.on_policy import OnPolicyCheck  # noqa: E402
 from common.extraction.streams import StreamReader  # noqa: E402
+from common.extraction.vllm_extractor import VllmExtractor  # noqa: E402
+from common.pipeline.jsonl import JsonlParts  # noqa: E402
+from common.pipeline.manifest import Manifest  # noqa: E402
+from common.pipeline.settings import Extract, Target  # noqa: E402
+from common.target.protocol import load_protocol  # noqa: E402
 from common.target.sizes import read_sizes, read_tensors  # noqa: E402
 
 MODEL = "runs/smollm2-thinking"

@@ -18,11 +18,12 @@ from pathlib import Path
 import torch
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
-from common.pipeline.settings import Dataset
-from common.dataset.index import HELD_OUT, TRAIN, Index, IndexBuilder, Packs
-from common.dataset.shards import Shard, ShardKind, ShardWriter, States
-from common.extraction.streams import Stream
 from common.dataset.draft_vocabulary import choose_tokens, coverage_table
+from common.dataset.index import HELD_OUT, TRAIN, Index, IndexBuilder
+from common.dataset.packs import Packs
+from common.dataset.shards import Shard, ShardKind, ShardWriter, States
+from common.dataset.stream import Stream
+from common.pipeline.settings import Dataset
 
 VOCAB = 163_840  # Kimi's
 KIND = ShardKind("made up", "none", 1, (1,))

@@ -1,4 +1,4 @@
-"""The memory of a training step as common/forecast/arithmetic.py predicts it, beside the highest point that torch's allocator counted.
+"""The memory of a training step as common/forecast/arithmetic.py predicts it, beside what torch's allocator counted.
 
     python tests/bench/memory.py                    several shapes on the CPU
     python tests/bench/memory.py --device cuda      Kimi-K2.5's shapes on a GPU
@@ -16,9 +16,10 @@ from pathlib import Path
 import torch
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
-from common.draft.network import Draft, DraftConfig
-from common.forecast.arithmetic import GIB, training_memory
+from common.draft.config import DraftConfig
+from common.draft.network import Draft
 from common.draft.unrolled_step import UnrolledStep
+from common.forecast.arithmetic import GIB, training_memory
 from tests.bench.train_step import KIMI, SMOLLM2, make_pack
 
 MLA = {"q_lora_rank": 192, "kv_lora_rank": 128, "qk_nope_head_dim": 64, "qk_rope_head_dim": 32, "v_head_dim": 64}

@@ -21,10 +21,11 @@ from pathlib import Path
 import torch
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
-from common.dataset.index import Pack
-from common.draft.network import Draft, DraftConfig
-from common.training.utilisation import StepFlops
+from common.dataset.packs import Pack
+from common.draft.config import DraftConfig
+from common.draft.network import Draft
 from common.draft.unrolled_step import StepResult, UnrolledStep, loss_positions
+from common.training.utilisation import StepFlops
 
 SMOLLM2 = DraftConfig("llama", 576, 1536, 9, 3, 64, vocab_size=49152, draft_vocab_size=8192)
 KIMI = DraftConfig("llama", 7168, 18432, 64, 64, 128, vocab_size=163840, draft_vocab_size=32000, rope_theta=50000.0)

@@ -8,9 +8,9 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from common.pipeline.settings import Train
-from common.pipeline.errors import UserError
 from common.dataset.disk_budget import parse_size, plan_rounds
+from common.pipeline.errors import UserError
+from common.pipeline.settings import Train
 from common.training.disk_budget import FollowedPacks, RoundOrder
 
 

@@ -5,8 +5,8 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from common.pipeline.errors import UserError
 from common.dataset.draft_vocabulary import byte_tokens, choose_tokens, coverage, coverage_table, kept_tokens, mappings
+from common.pipeline.errors import UserError
 
 
 def counts(**of: int) -> torch.Tensor:

@@ -8,13 +8,14 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from common.pipeline.settings import Dataset
-from common.dataset.index import HELD_OUT, TRAIN, Index, IndexBuilder, Packs, held_out, plan_packs
-from common.pipeline.errors import UserError
-from common.training.ranks import Ranks
+from common.dataset.index import HELD_OUT, TRAIN, Index, IndexBuilder, held_out
+from common.dataset.packs import Packs, plan_packs
 from common.dataset.shards import Shard, ShardKind, ShardWriter, States
-from common.extraction.streams import Stream
-from common.training.optimizer import PackOrder, step_packs
+from common.dataset.stream import Stream
+from common.pipeline.errors import UserError
+from common.pipeline.settings import Dataset
+from common.training.batches import PackOrder, step_packs
+from common.training.ranks import Ranks
 
 VOCAB, HIDDEN, LAYERS = 50, 4, (1, 2)
 KIND = ShardKind("some/target", "abc", HIDDEN, LAYERS)

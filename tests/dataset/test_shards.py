@@ -10,9 +10,9 @@ from hypothesis import strategies as st
 from safetensors import safe_open
 from safetensors.torch import load_file, save_file
 
-from common.pipeline.errors import UserError
 from common.dataset.shards import Shard, ShardKind, ShardWriter, States, from_fp8, to_fp8
-from common.extraction.streams import Stream
+from common.dataset.stream import Stream
+from common.pipeline.errors import UserError
 
 HIDDEN, LAYERS = 16, (2, 5, 7)
 KIND = ShardKind("some/target", "abc123", HIDDEN, LAYERS)

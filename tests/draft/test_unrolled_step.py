@@ -1,14 +1,15 @@
-"""The fast unrolled step against the slow definition in tests/support/reference.py: values, gradients, what was right."""
+"""The fast unrolled step against the slow definition in tests/support/reference.py: values and gradients."""
 
 import math
 
 import pytest
-from tests.support import reference
 import torch
 
-from common.dataset.index import Pack
-from common.draft.network import Draft, DraftConfig
+from common.dataset.packs import Pack
+from common.draft.config import DraftConfig
+from common.draft.network import Draft
 from common.draft.unrolled_step import UnrolledStep, loss_positions
+from tests.support import reference
 
 HIDDEN, AUX = 16, 3
 LLAMA3 = {"rope_type": "llama3", "factor": 8.0, "low_freq_factor": 1.0, "high_freq_factor": 4.0}

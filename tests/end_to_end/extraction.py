@@ -13,11 +13,11 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
-from common.pipeline.settings import Extract, Target
+from common.dataset.shards import States
+from common.dataset.stream import Stream
 from common.extraction.extractor import ExtractError
 from common.extraction.vllm_extractor import VllmExtractor
-from common.dataset.shards import States
-from common.extraction.streams import Stream
+from common.pipeline.settings import Extract, Target
 from common.target.sizes import read_sizes
 from tests.end_to_end.server import VllmServer
 from tests.end_to_end.stages import Run, distance, printed_server, run_distance

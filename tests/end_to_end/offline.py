@@ -3,14 +3,15 @@
 import torch
 from safetensors.torch import load_file
 
-from common.training.acceptance import accepted_lengths, walk
-from common.dataset.index import Index, Packs
-from common.draft.network import Draft
-from common.training.held_out import HeldOut
-from common.export.served_folder import read_draft_config
-from common.pipeline.manifest import read_json
-from common.draft.unrolled_step import UnrolledStep, loss_positions
 from common.dataset.draft_vocabulary import kept_tokens
+from common.dataset.index import Index
+from common.dataset.packs import Packs
+from common.draft.network import Draft
+from common.draft.unrolled_step import UnrolledStep, loss_positions
+from common.export.served_folder import read_draft_config
+from common.pipeline.files import read_json
+from common.training.acceptance import accepted_lengths, walk
+from common.training.held_out import HeldOut
 from tests.end_to_end.stages import Run
 
 

@@ -6,9 +6,9 @@ from array import array
 import torch
 from transformers import AutoModelForCausalLM
 
-from common.pipeline.settings import Extract, Target
+from common.dataset.stream import Stream
 from common.extraction.local_extractor import LocalExtractor
-from common.extraction.streams import Stream
+from common.pipeline.settings import Extract, Target
 from tests.end_to_end import kimi
 from tests.end_to_end.acceptance import (
     check_acceptance,

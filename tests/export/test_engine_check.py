@@ -5,12 +5,12 @@ import json
 import pytest
 import torch
 from safetensors.torch import load_file, save_file
-from tests.support.stages import DEMO, run_here
-from tests.export.test_served_folder import KEPT, write
 
 from common.export.engine_check import inspect
 from common.export.findings import SGLANG, VLLM
 from common.export.speculators_layout import write_speculators
+from tests.export.test_served_folder import KEPT, write
+from tests.support.stages import DEMO, run_here
 
 IDS = "eagle_aux_hidden_state_layer_ids"
 

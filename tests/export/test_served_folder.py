@@ -8,10 +8,11 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 
-from common.draft.network import Draft, DraftConfig, rope_frequencies
-from common.pipeline.errors import UserError
-from common.export.served_folder import check_export, describe, export, read_draft_config
 from common.dataset.draft_vocabulary import mappings
+from common.draft.config import DraftConfig
+from common.draft.network import Draft, rope_frequencies
+from common.export.served_folder import check_export, describe, export, read_draft_config
+from common.pipeline.errors import UserError
 
 KEPT = torch.tensor([0, 3, 4, 7, 9, 11])
 SIZES = {"hidden_size": 8, "intermediate_size": 12, "num_attention_heads": 2, "num_key_value_heads": 1, "head_dim": 4}

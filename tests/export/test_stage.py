@@ -6,20 +6,20 @@ import shlex
 import signal
 
 import pytest
-from tests.support import tiny_training
 import torch
 from safetensors.torch import load_file
-from tests.support.stages import DEMO, only_error, run_here
-from tests.export.test_served_folder import write
 
-from common.pipeline.settings import Target
 from common.export.engine_check import inspect
-from common.pipeline.errors import UserError
-from common.export.served_folder import check_export
 from common.export.findings import SGLANG, VLLM, Findings
 from common.export.model_card import model_card, sglang_command
+from common.export.served_folder import check_export
 from common.export.speculators_layout import write_speculators
+from common.pipeline.errors import UserError
 from common.pipeline.manifest import Manifest
+from common.pipeline.settings import Target
+from tests.export.test_served_folder import write
+from tests.support import tiny_training
+from tests.support.stages import DEMO, only_error, run_here
 
 FLAGS = ("--no-compile", "--unrolled-steps", 2, "--learning-rate", 0.02, "--precision", "fp32", "--epochs", 1)
 FLAGS += ("--checkpoint-every", 1, "--keep-checkpoints", 99)

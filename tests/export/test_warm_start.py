@@ -5,17 +5,18 @@ import shutil
 from dataclasses import replace
 
 import pytest
-from tests.support import tiny_training
 import torch
 from safetensors.torch import load_file, save_file
-from tests.support.stages import only_error
-from tests.training.test_stage import exported, metrics, signals, train
 
-from common.draft.network import Draft, DraftConfig
+from common.dataset.draft_vocabulary import mappings
+from common.draft.config import DraftConfig
+from common.draft.network import Draft
 from common.export.served_folder import check_export, export, read_draft_config
 from common.export.speculators_layout import write_speculators
-from common.dataset.draft_vocabulary import mappings
 from common.export.warm_start import read_published, weight_hashes
+from tests.support import tiny_training
+from tests.support.stages import only_error
+from tests.training.test_stage import exported, metrics, signals, train
 
 __all__ = ["signals"]
 NESTED = "eagle_aux_hidden_state_layer_ids"

@@ -3,10 +3,10 @@
 import json
 
 import pytest
-from tests.support.tiny_window import Place
 
 from common.dataset.shards import Shard
 from common.pipeline.manifest import Manifest
+from tests.support.tiny_window import Place
 
 LIMIT = 20  # tokens: cuts most of the records
 
@@ -83,7 +83,7 @@ def test_another_target_than_the_one_that_wrote_the_replies_is_refused(place, st
 
 def test_a_resumed_run_knows_its_samples_in_shards_that_lost_some(place, monkeypatch):
     """Where states could not be had, a shard is written without them; --n and --part leave samples out."""
-    from common.extractors import local
+    from common.extraction import local_extractor as local
     from common.extraction.extractor import ExtractError
 
     real = local.LocalExtractor.states

@@ -6,12 +6,13 @@ import pytest
 import torch
 from torch import Tensor
 
-from common.pipeline.settings import Extract, Target
-from common.extraction.loop import find_fault, plan_shards
-from common.extraction.local_extractor import LocalExtractor
-from common.extraction.on_policy import OnPolicy
 from common.dataset.shards import ShardKind, States
-from common.extraction.streams import Place, Stream, StreamReader
+from common.dataset.stream import Stream
+from common.extraction.local_extractor import LocalExtractor
+from common.extraction.loop import find_fault, plan_shards
+from common.extraction.on_policy import OnPolicy
+from common.extraction.streams import Place, StreamReader
+from common.pipeline.settings import Extract, Target
 
 LAYERS, HIDDEN, DEPTH = (2, 15, 27), 576, 30
 TOLERANCE = 0.04  # 30 layers of bf16 kernels that differ with the batch's size: 0.02 measured

@@ -1,9 +1,9 @@
 """What the vLLM extractor asks of servers, spool and settings before it begins: refused or warned of in one line."""
 
 import pytest
-from tests.support.tiny_extractor import LAYERS, extractor, stream
 
 from common.pipeline.errors import UserError
+from tests.support.tiny_extractor import LAYERS, extractor, stream
 
 
 @pytest.mark.parametrize(

@@ -7,12 +7,12 @@ import time
 
 import pytest
 import torch
-from tests.support.stages import DEMO, ROOT, command, only_error, run_here
 
-from common.pipeline.settings import Extract, Target
-from common.extraction.local_extractor import LocalExtractor
 from common.dataset.shards import Shard, States
+from common.extraction.local_extractor import LocalExtractor
 from common.pipeline.manifest import Manifest
+from common.pipeline.settings import Extract, Target
+from tests.support.stages import DEMO, ROOT, command, only_error, run_here
 
 LAYERS = (2, 15, 27)
 FEW_A_SHARD = ("--shard-gib", 200 * 4613 / 2**30)  # two or three samples a shard, five shards in all

@@ -4,9 +4,9 @@ import json
 
 import pytest
 
-from common.pipeline.errors import UserError
-from common.pipeline.manifest import JsonlParts
 from common.extraction.streams import StreamReader
+from common.pipeline.errors import UserError
+from common.pipeline.jsonl import JsonlParts
 
 OPEN, CLOSE, END, VOCAB = 15, 16, 2, 49152
 PROMPT = [1, 4093, 198, 19161, 2, 198, 1, 520, 9531, 198, OPEN]

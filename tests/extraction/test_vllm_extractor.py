@@ -6,15 +6,15 @@ import time
 
 import pytest
 import torch
+
+from common.dataset.shards import ShardKind, States
+from common.dataset.stream import Stream
+from common.extraction.extractor import ExtractError
+from common.extraction.loop import find_fault
+from common.extraction.vllm_extractor import VllmExtractor
+from common.pipeline.errors import SafetyStop
 from tests.support.extraction_server import ExtractionServer
 from tests.support.tiny_extractor import AUX, HIDDEN, extractor, states_of, stream
-
-from common.pipeline.errors import SafetyStop
-from common.extraction.loop import find_fault
-from common.extraction.extractor import ExtractError
-from common.extraction.vllm_extractor import VllmExtractor
-from common.dataset.shards import ShardKind, States
-from common.extraction.streams import Stream
 
 KIND = ShardKind("t", "", HIDDEN, AUX)
 

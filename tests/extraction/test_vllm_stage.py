@@ -7,11 +7,11 @@ from pathlib import Path
 
 import pytest
 import torch
-from tests.support.extraction_server import ExtractionServer
-from tests.support.stages import DEMO, ROOT, command, only_error, run_here
 
 from common.dataset.shards import Shard
 from common.pipeline.manifest import Manifest
+from tests.support.extraction_server import ExtractionServer
+from tests.support.stages import DEMO, ROOT, command, only_error, run_here
 
 
 @pytest.fixture(autouse=True)

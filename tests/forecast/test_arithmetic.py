@@ -4,15 +4,15 @@ import dataclasses
 
 import pytest
 import torch
-from tests.support.stages import only_error, run_here
 
-from common.forecast import arithmetic as plan
+from common.dataset.shards import ShardKind
 from common.draft.attention import Run
 from common.draft.network import Draft
-from common.training.utilisation import StepFlops
-from common.dataset.shards import ShardKind
 from common.draft.unrolled_step import loss_positions
+from common.forecast import arithmetic as plan
+from common.training.utilisation import StepFlops
 from tests.bench.memory import CASES, KIMI, MLA, SMALL, measured, planned
+from tests.support.stages import only_error, run_here
 
 FORMS = {
     "llama": SMALL,

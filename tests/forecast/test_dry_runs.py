@@ -5,13 +5,13 @@ import os
 import shutil
 
 import pytest
-from tests.support import tiny_training
 from safetensors.torch import load_file
-from tests.support.stages import DEMO, only_error, run_here, run_process
 
+from common.dataset.draft_vocabulary import byte_tokens
 from common.dataset.shards import Shard
 from common.pipeline.manifest import Manifest
-from common.dataset.draft_vocabulary import byte_tokens
+from tests.support import tiny_training
+from tests.support.stages import DEMO, only_error, run_here, run_process
 
 INPUTS = {"02": "01_synthetic", "03": "02_hidden", "04": "03_dataset"}
 

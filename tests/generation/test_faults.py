@@ -9,6 +9,7 @@ import threading
 import time
 
 import pytest
+
 from tests.support.fault_server import FaultServer, Reply
 from tests.support.generation import Place, asked, check_sound
 from tests.support.stages import ROOT, only_error

@@ -1,6 +1,7 @@
 """What 01b makes of the replies that servers send: cases 1 to 12, 15 and 16 over HTTP."""
 
 import pytest
+
 from tests.support.fault_server import Reply
 from tests.support.generation import asked, check_sound
 from tests.support.stages import only_error

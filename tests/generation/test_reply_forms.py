@@ -3,6 +3,7 @@
 import shutil
 
 import pytest
+
 from tests.support.fault_server import FORMS, Reply, message
 from tests.support.generation import check_sound
 from tests.support.stages import only_error

@@ -7,13 +7,13 @@ import subprocess
 import time
 
 import pytest
+
+from common.generation.engine import Request, Sampling
+from common.pipeline.settings import Target
+from common.target.protocol import load_protocol
 from tests.support.fault_server import FaultServer, Reply
 from tests.support.generation import check_sound
 from tests.support.stages import DEMO, ROOT, only_error, run_here, run_process
-
-from common.pipeline.settings import Target
-from common.generation.engine import Request, Sampling
-from common.target.protocol import load_protocol
 
 
 def test_help_answers_at_once():
@@ -250,8 +250,8 @@ def test_local_run_keeps_quoted_control_tokens(local, tmp_path, demo_target, mon
 
 def test_lost_request_waits_in_the_engine(tiny, tiny_target):
     """Patience is bounded."""
-    from common.pipeline.settings import Generate
     from common.generation.openai_engine import OpenAIServers
+    from common.pipeline.settings import Generate
 
     engine = OpenAIServers(Generate(), tiny)
     assert asyncio.run(engine.wait_until_back(0.01)) is False

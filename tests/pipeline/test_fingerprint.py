@@ -5,6 +5,7 @@ import shutil
 from datetime import datetime
 
 import pytest
+
 from tests.support.stages import only_error
 from tests.support.targets import tiny_protocol
 

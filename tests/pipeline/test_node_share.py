@@ -6,14 +6,14 @@ import subprocess
 
 import pytest
 import torch
-from tests.support.generation import check_sound
-from tests.support.stages import DEMO, ROOT, command, only_error, run_here
 
 from common.dataset.index import Index
-from common.pipeline.errors import UserError
-from common.pipeline.node_share import WHOLE, Part, load_stage, parse_part, stage_files, stage_folder
 from common.dataset.shards import Shard
+from common.pipeline.errors import UserError
 from common.pipeline.manifest import Manifest
+from common.pipeline.node_share import WHOLE, Part, load_stage, parse_part, stage_files, stage_folder
+from tests.support.generation import check_sound
+from tests.support.stages import DEMO, ROOT, command, only_error, run_here
 
 CHAT = [{"role": role, "content": text} for role, text in [("user", "a"), ("assistant", "b"), ("user", "c")]]
 QUESTIONS = [f"question {i}" for i in range(20)] + [{"messages": CHAT}, {"prompt": ""}, "question 3"]

@@ -4,11 +4,11 @@ import json
 from dataclasses import fields
 
 import pytest
-from tests.support.stages import ROOT
 
 from common.pipeline.command_line import load_settings
-from common.pipeline.settings import SECTIONS, Train
 from common.pipeline.errors import UserError
+from common.pipeline.settings import SECTIONS, Train
+from tests.support.stages import ROOT
 
 GENERATE, EXTRACT = ("target", "questions", "generate"), ("target", "extract")
 STAGES = (GENERATE, EXTRACT, ("target", "dataset"), ("target", "draft", "train"))

@@ -11,25 +11,12 @@ from pathlib import Path
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from tests.support.stages import ROOT, only_error
 
 from common.pipeline.errors import SafetyStop, UserError
-from common.pipeline.manifest import (
-    JsonlParts,
-    Manifest,
-    atomic_path,
-    check_free_space,
-    digest,
-    json_line,
-    open_stage,
-    read_json,
-    read_jsonl,
-    repair_jsonl,
-    sha256,
-    stage_lock,
-    write_json,
-    write_text,
-)
+from common.pipeline.files import atomic_path, check_free_space, digest, read_json, sha256, write_json, write_text
+from common.pipeline.jsonl import JsonlParts, json_line, read_jsonl, repair_jsonl
+from common.pipeline.manifest import Manifest, open_stage, stage_lock
+from tests.support.stages import ROOT, only_error
 
 RECORDS = st.lists(st.dictionaries(st.text(max_size=8), st.text(max_size=30) | st.integers(), max_size=3), max_size=6)
 
@@ -115,7 +102,7 @@ def test_a_failed_write_keeps_the_old_file(tmp_path):
 def test_sigkill_in_the_middle_of_a_write_leaves_no_final_name(tmp_path):
     code = f"""
 from pathlib import Path
-from common.pipeline.manifest import atomic_path
+from common.pipeline.files import atomic_path
 with atomic_path(Path({str(tmp_path)!r}) / "final.bin") as temporary:
     with open(temporary, "wb", buffering=0) as file:
         while True:
@@ -135,7 +122,8 @@ def test_disk_full_stops_with_one_line_and_nothing_partial(small_disk):
     code = f"""
 from pathlib import Path
 from common.pipeline.errors import guarded
-from common.pipeline.manifest import JsonlParts, write_text
+from common.pipeline.jsonl import JsonlParts
+from common.pipeline.files import write_text
 folder = Path({str(small_disk)!r})
 def main():
     parts = JsonlParts(folder)

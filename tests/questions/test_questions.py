@@ -4,11 +4,11 @@ import json
 
 import pytest
 
-from common.target.messages import canonical, on_the_wire
+from common.pipeline.jsonl import json_line
 from common.pipeline.settings import Questions
-from common.questions.questions import Question, QuestionStream, Skipped
 from common.questions.conversations import Unusable, chat_messages
-from common.pipeline.manifest import json_line
+from common.questions.questions import Question, QuestionStream, Skipped
+from common.target.messages import canonical, on_the_wire
 
 ASK = {"role": "user", "content": "q"}
 CALL = {"name": "f", "arguments": {"a": 1}}

@@ -7,8 +7,8 @@ from functools import partial
 
 import pytest
 
-from common.pipeline.settings import Questions
 from common.pipeline.errors import UserError
+from common.pipeline.settings import Questions
 from common.questions.questions import QuestionStream
 
 gzipped = partial(gzip.compress, mtime=0)  # the time would be in the bytes, and these in the tests' names

@@ -6,8 +6,19 @@ from html.parser import HTMLParser
 
 import pytest
 
-from common.report.plots import Column, Series, column_chart, histogram, line_chart, plain, smooth, thin, tick_texts, ticks
 from common.report.page import text_of
+from common.report.plots import (
+    Column,
+    Series,
+    column_chart,
+    histogram,
+    line_chart,
+    plain,
+    smooth,
+    thin,
+    tick_texts,
+    ticks,
+)
 from common.report.report import length_at, margin, write_report
 
 NAN = float("nan")

@@ -4,14 +4,14 @@ import json
 import shutil
 
 import pytest
-from tests.support.draft_server import DraftServer, K
-from tests.support.stages import DEMO, only_error, run_here
 
-from common.report.plots import fixed
 from common.pipeline.errors import UserError
+from common.pipeline.manifest import Manifest
+from common.report.plots import fixed
 from common.report.report import write_report
 from common.servers.draft_counters import DraftCounts, draft_counts, samples
-from common.pipeline.manifest import Manifest
+from tests.support.draft_server import DraftServer, K
+from tests.support.stages import DEMO, only_error, run_here
 
 PAGE = r"""
 # HELP vllm:spec_decode_num_drafts_total Number of spec decoding drafts.

@@ -4,10 +4,9 @@ import json
 from dataclasses import dataclass
 from pathlib import Path
 
+from common.target.protocol import Protocol
 from tests.support.fault_server import FaultServer
 from tests.support.stages import command, run_here
-
-from common.target.protocol import Protocol
 
 
 @dataclass

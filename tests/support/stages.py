@@ -8,7 +8,7 @@ import subprocess
 import sys
 from pathlib import Path
 
-ROOT = Path(__file__).resolve().parents[1]
+ROOT = Path(__file__).resolve().parents[2]
 DEMO = "configs/demo.toml"
 SCRIPTS = {path.name[:2]: path for path in sorted(ROOT.glob("0*.py"))}  # "01", "02", "03", "04"
 

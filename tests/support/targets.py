@@ -6,8 +6,9 @@ from pathlib import Path
 from common.pipeline.settings import Target
 from common.target.protocol import Protocol, load_protocol
 from tests.end_to_end.kimi_vocabulary import SPECIAL_TOKENS, TEXT_TOKENS, build_vocabulary
+from tests.support.stages import ROOT
 
-TEMPLATE = Path(__file__).parent / "rehearse/chat_template.jinja"
+TEMPLATE = ROOT / "tests/end_to_end/chat_template.jinja"
 MERGES = [("h", "e"), ("l", "l"), ("ll", "o"), ("he", "llo")]  # "hello" is one token, or two when sampled so (case 7)
 KIMI = {"think_open_id": 163606, "think_close_id": 163607, "end_token": "<|im_end|>", "end_token_id": 163586}
 

@@ -4,12 +4,12 @@ from array import array
 from pathlib import Path
 
 import torch
-from tests.support.extraction_server import MODEL, ExtractionServer
 
-from common.pipeline.settings import Extract, Target
+from common.dataset.stream import Stream
 from common.extraction.vllm_extractor import VllmExtractor
-from common.extraction.streams import Stream
+from common.pipeline.settings import Extract, Target
 from common.target.sizes import TargetSizes
+from tests.support.extraction_server import MODEL, ExtractionServer
 
 AUX, DEPTH, HIDDEN = (1, 2, 3), 6, 8
 LAYERS = [*AUX, DEPTH]

@@ -6,12 +6,13 @@ from pathlib import Path
 import torch
 from safetensors.torch import save_file
 
-from common.pipeline.settings import Dataset
+from common.dataset.draft_vocabulary import choose_tokens, mappings
 from common.dataset.index import HELD_OUT, TRAIN, IndexBuilder
 from common.dataset.shards import Shard, ShardKind, ShardWriter, States
-from common.pipeline.manifest import Manifest, write_json
-from common.extraction.streams import Stream
-from common.dataset.draft_vocabulary import choose_tokens, mappings
+from common.dataset.stream import Stream
+from common.pipeline.files import write_json
+from common.pipeline.manifest import Manifest
+from common.pipeline.settings import Dataset
 
 VOCAB, HIDDEN, LAYERS = 64, 16, (1, 2, 3)
 TEXT = {"hidden_size": HIDDEN, "intermediate_size": 24, "num_attention_heads": 2, "num_key_value_heads": 1}

@@ -9,10 +9,11 @@ import time
 from pathlib import Path
 
 import torch
+
+from common.pipeline.jsonl import JsonlParts
+from common.pipeline.manifest import Manifest
 from tests.support.stages import ROOT, command, only_error, run_here
 from tests.support.targets import build_tiny_target, tiny_protocol
-
-from common.pipeline.manifest import JsonlParts, Manifest
 
 ENV = os.environ | {"OMP_NUM_THREADS": "1"}  # three processes on few cores, and the same bits from all
 

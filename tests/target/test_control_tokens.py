@@ -3,10 +3,10 @@
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from tests.support.targets import TEMPLATE
 
 from common.pipeline.settings import Target
 from common.target.protocol import Protocol
+from tests.support.targets import TEMPLATE
 
 ORDINARY = ["\n\n", "\n\n\n", "  ", "    ", "<b>", "<table>", "ü", "user", "日本"]
 STEERING = {

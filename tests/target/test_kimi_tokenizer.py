@@ -9,12 +9,12 @@ import sys
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from tests.support.stages import ROOT
-from tests.support.targets import KIMI, kimi_protocol
 
 from common.pipeline.errors import UserError
 from common.target.kimi_tokenizer import SPLIT_PATTERN, find_vendor_files, read_ranks
 from tests.end_to_end.kimi_vocabulary import reserved_tokens, tokenizer_config, write_json
+from tests.support.stages import ROOT
+from tests.support.targets import KIMI, kimi_protocol
 
 LINES = [
     "Hello, world! It's 2024; don't STOP'RE\r\n\r\n  next",
@@ -112,7 +112,8 @@ def test_hub_name_from_the_cache_without_network(kimi_folder, cache, tmp_path):
     (repository / "refs").mkdir()
     (repository / "refs/main").write_text("0123abc")
     code = (
-        "from pathlib import Path; from common.pipeline.settings import Target; from common.target.protocol import load_protocol\n"
+        "from pathlib import Path; from common.pipeline.settings import Target\n"
+        "from common.target.protocol import load_protocol\n"
         f"p = load_protocol(Target(model='moonshotai/Kimi-K2.5', **{KIMI}), Path({str(cache)!r}))\n"
         "print(p.prompt_tail(True))\n"
         "load_protocol(Target(model='nobody/nothing'))"

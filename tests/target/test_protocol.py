@@ -4,8 +4,8 @@ import pytest
 from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
-from common.pipeline.settings import Target
 from common.pipeline.errors import UserError
+from common.pipeline.settings import Target
 from common.target.protocol import Protocol, Unrenderable, load_protocol
 
 OPEN, CLOSE, END, USER = 163606, 163607, 163586, 163587

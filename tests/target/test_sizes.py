@@ -7,9 +7,10 @@ import pytest
 import torch
 from safetensors.torch import save_file
 
-from common.pipeline.settings import Sizes, Target
 from common.pipeline.errors import UserError
-from common.target.sizes import planned_sizes, read_sizes, read_tensors, target_digest
+from common.pipeline.settings import Sizes, Target
+from common.target.sizes import planned_sizes, read_sizes, target_digest
+from common.target.tensors import read_tensors
 
 V, H, N = 20, 8, 12
 CONFIG = {"hidden_size": H, "num_hidden_layers": N, "vocab_size": V, "rms_norm_eps": 1e-6}

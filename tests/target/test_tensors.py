@@ -5,7 +5,8 @@ import torch
 from torch.nn.functional import rms_norm
 
 from common.pipeline.settings import Target
-from common.target.sizes import read_sizes, read_tensors
+from common.target.sizes import read_sizes
+from common.target.tensors import read_tensors
 
 SIZES = {"hidden_size": 16, "intermediate_size": 24, "num_hidden_layers": 2, "num_attention_heads": 2, "head_dim": 8}
 SIZES |= {"num_key_value_heads": 1, "vocab_size": 20, "max_position_embeddings": 64}

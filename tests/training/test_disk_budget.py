@@ -13,14 +13,14 @@ from contextlib import contextmanager
 
 import pytest
 import torch
-from tests.support.tiny_window import Place
 
-from common.pipeline.settings import Train
-from common.dataset.index import HELD_OUT, TRAIN, Index
-from common.export.served_folder import check_export
-from common.dataset.shards import Shard, States
-from common.pipeline.manifest import Manifest
 from common.dataset.disk_budget import Window, released_shards
+from common.dataset.index import HELD_OUT, TRAIN, Index
+from common.dataset.shards import Shard, States
+from common.export.served_folder import check_export
+from common.pipeline.manifest import Manifest
+from common.pipeline.settings import Train
+from tests.support.tiny_window import Place
 
 WINDOW, EPOCHS = 110_000, 2  # bytes: six shards of 17,000, so four rounds of three
 LIMIT = f"{WINDOW // 1000}kB"
@@ -256,8 +256,8 @@ def test_follow_without_a_window_is_refused(place):
 
 def test_a_stop_ends_the_waiting(place):
     """Ctrl-C while no shard comes: the steps end, and what was trained is checkpointed by the loop."""
-    from common.training.ranks import Ranks
     from common.training.disk_budget import Follower
+    from common.training.ranks import Ranks
 
     place.done("02", "--window", "1MB")
     place.done("03")

@@ -5,17 +5,17 @@ import sys
 import types
 
 import pytest
-from tests.support import tiny_training
 import torch
-from tests.support.stages import only_error
-from tests.training.test_stage import metrics, signals, train
-from tests.draft.test_unrolled_step import Case, config, make_pack
 
+from common.draft.unrolled_step import loss_positions
 from common.training.held_out import HeldOut, evaluate, speed_ups
-from common.training.utilisation import StepFlops, matmul_rate
 from common.training.loggers import Loggers
 from common.training.ranks import Ranks
-from common.draft.unrolled_step import loss_positions
+from common.training.utilisation import StepFlops, matmul_rate
+from tests.draft.test_unrolled_step import Case, config, make_pack
+from tests.support import tiny_training
+from tests.support.stages import only_error
+from tests.training.test_stage import metrics, signals, train
 
 __all__ = ["signals"]
 

@@ -6,14 +6,14 @@ import subprocess
 import sys
 
 import pytest
-from tests.support import tiny_training
 from safetensors.torch import load_file
-from tests.support.stages import DEMO, ROOT, SCRIPTS, run_here
-from tests.training.test_stage import metrics
 
-from common.training.checkpoint import checkpoints
 from common.export.served_folder import check_export
 from common.pipeline.manifest import Manifest
+from common.training.checkpoint import checkpoints
+from tests.support import tiny_training
+from tests.support.stages import DEMO, ROOT, SCRIPTS, run_here
+from tests.training.test_stage import metrics
 
 FLAGS = ("--no-compile", "--unrolled-steps", 2, "--learning-rate", 0.02, "--precision", "fp32", "--epochs", 4)
 FLAGS += ("--packs-per-step", 4, "--checkpoint-every", 1, "--keep-checkpoints", 99)

@@ -7,18 +7,19 @@ import subprocess
 import time
 
 import pytest
-from tests.support import tiny_training
 import torch
 from safetensors.torch import load_file, save_file
-from tests.support.stages import DEMO, ROOT, command, only_error, run_here
 from torch import nn
 
-from common.training.checkpoint import checkpoints, load_checkpoint, prune, save_checkpoint
-from common.pipeline.settings import Train
-from common.pipeline.errors import UserError
 from common.export.served_folder import check_export
-from common.pipeline.manifest import Manifest, sha256
+from common.pipeline.errors import UserError
+from common.pipeline.files import sha256
+from common.pipeline.manifest import Manifest
+from common.pipeline.settings import Train
+from common.training.checkpoint import checkpoints, load_checkpoint, prune, save_checkpoint
 from common.training.optimizer import make_optimizer
+from tests.support import tiny_training
+from tests.support.stages import DEMO, ROOT, command, only_error, run_here
 
 FLAGS = ("--unrolled-steps", 3, "--learning-rate", 0.02, "--precision", "fp32", "--checkpoint-every", 1)
 FLAGS += ("--no-compile", "--keep-checkpoints", 999, "--eval-every", 4, "--epochs", 5)

@@ -5,16 +5,16 @@ import re
 import signal
 
 import pytest
-from tests.support import tiny_training
 import torch
 from safetensors.torch import load_file
-from tests.support.stages import DEMO, only_error, run_here
 
-from common.pipeline.settings import DraftModel
-from common.export.served_folder import check_export
 from common.dataset.shards import Shard
+from common.draft.config import draft_config
+from common.export.served_folder import check_export
 from common.pipeline.manifest import Manifest
-from common.training.optimizer import draft_config
+from common.pipeline.settings import DraftModel
+from tests.support import tiny_training
+from tests.support.stages import DEMO, only_error, run_here
 
 FLAGS = ("--no-compile", "--unrolled-steps", 2, "--learning-rate", 0.02, "--precision", "fp32", "--epochs", 1)
 

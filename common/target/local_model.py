@@ -1,0 +1,31 @@
+"""The target in this process, through transformers."""
+
+import torch
+from transformers import AutoModelForCausalLM
+from transformers.utils import logging
+
+from common.pipeline.errors import UserError
+from common.pipeline.settings import Target
+from common.target.protocol import require_model
+
+
+def pick_device(name: str) -> str:
+    """`auto` is the GPU where there is one."""
+    return ("cuda" if torch.cuda.is_available() else "cpu") if name == "auto" else name
+
+
+def load_model(target: Target, device: str):
+    """The target in bf16, ready to run; raises UserError where it can't be loaded."""
+    require_model(target.model)
+    logging.set_verbosity_error()
+    logging.disable_progress_bar()
+    try:
+        model = AutoModelForCausalLM.from_pretrained(
+            target.model,
+            revision=target.revision or None,
+            trust_remote_code=target.trust_remote_code,
+            dtype=torch.bfloat16,
+        )
+    except (OSError, ValueError) as error:
+        raise UserError(f"cannot load {target.model!r}: {str(error).strip().splitlines()[0]}") from None
+    return model.to(pick_device(device)).eval()
