@@ -18,6 +18,7 @@ from typing import NamedTuple
 
 from tests.end_to_end import kimi
 from tests.end_to_end.documents import (
+    CONFIGS,
     FRESH,
     QUESTIONS,
     README,
@@ -82,7 +83,7 @@ class Clones:
         """README's commands and those of a FRESH section have a clone of their own; one command is the other node's."""
         if re.search(OTHER_NODE, command):
             return self.folder("othernode")
-        return self.folder(FRESH.get(block.section) or ("readme" if block.document == README else "runbook"))
+        return self.folder(FRESH.get(block.section) or ("runbook" if block.document == RUNBOOK else "readme"))
 
     def run(self, block: Block) -> None:
         """The block's commands one after the other, or at the same time where it says so."""
@@ -161,6 +162,6 @@ def run(rehearsal) -> None:
     shutil.rmtree(rehearsal.work / "commands", ignore_errors=True)
     with ExitStack() as stack:
         clones = Clones(rehearsal, stack)
-        for document in (RUNBOOK, README):
+        for document in (RUNBOOK, README, CONFIGS):
             for block in blocks(document):
                 clones.run(block)

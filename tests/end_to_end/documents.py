@@ -1,4 +1,4 @@
-"""The commands of README.md and the runbook, read out of their bash blocks, and what the rehearsal changes in them.
+"""The commands of README.md, of the runbook and of configs/README.md, and what the rehearsal changes in them.
 
 Every command runs as it stands, but for REWRITES; what cannot run here is EXEMPT; both say why. Sizes are cut in the
 config (EDITS), and there are few questions, so that `--n 10000` stands. What a command must print, because the document
@@ -11,21 +11,20 @@ from pathlib import Path
 from typing import NamedTuple
 
 REPOSITORY = Path(__file__).resolve().parents[2]
-README, RUNBOOK = "README.md", "configs/README.md"
+README, RUNBOOK, CONFIGS = "README.md", "configs/GPU_NODE.md", "configs/README.md"
 TOGETHER = "# side by side"  # first line of a block: its commands run at the same time
 # Sections that need another run folder than the day's own, and the name of their clone; WINDOW starts with its records.
 NODES, WINDOW = "node0", "window"
-FRESH = {"Several nodes": NODES, "A window over the states": WINDOW}
+FRESH = {"Several nodes": NODES, "A disk budget for the states": WINDOW}
 PROGRAMS = {"python", "torchrun", "vllm", "hf", "cp", "df", "dd", "rm"}  # what a command may start with, as it is run
 
 EXEMPT = {  # a whole command: why no step runs it
-    r"python tests/bench/\S+\.py( --\S+( [\d.]+)?)*": "measures for minutes, best on a machine that does nothing else",
     r"make demo": "ten minutes; the tests run its config's four stages in small",
     r"make test": "runs the tests, this one among them",
     r"make rehearse": "is what runs this",
     r"nvidia-smi": "there is no GPU",
     r"python 04_train\.py --export-format speculators": "no MLA draft has that layout; the fast tests write it",
-    r"pip install --editable \.": "is what `make` does first, with constraints",
+    r"pip install --constraint constraints.txt --editable \.": "is what `make` does first",
 }
 
 REWRITES = [  # (part of a command, what stands there when it is run, why)
