@@ -22,12 +22,12 @@ from common.pipeline.command_line import Settings, load_settings
 from common.pipeline.console import say, table
 from common.pipeline.errors import TooManyFailures, UserError, guarded
 from common.pipeline.jsonl import JsonlParts
-from common.pipeline.manifest import MANIFEST, Manifest, check_fingerprint, open_stage, stage_lock
+from common.pipeline.manifest import MANIFEST, SYNTHETIC, Manifest, check_fingerprint, open_stage, stage_lock
 from common.pipeline.node_share import HELP, Part, parse_part, stage_folder
 from common.questions.questions import QuestionStream
 from common.target.protocol import Protocol, load_protocol
 
-STAGE = "01_synthetic"
+STAGE = SYNTHETIC
 BYTES_A_TOKEN = 12  # of JSONL: the id and the text that it stands for
 
 

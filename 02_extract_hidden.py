@@ -25,13 +25,13 @@ from common.pipeline.console import say, table
 from common.pipeline.errors import TooManyFailures, UserError, guarded
 from common.pipeline.files import check_free_space
 from common.pipeline.jsonl import JsonlParts
-from common.pipeline.manifest import Manifest, open_stage, stage_lock
+from common.pipeline.manifest import HIDDEN, MANIFEST, SYNTHETIC, Manifest, open_stage, stage_lock
 from common.pipeline.node_share import HELP, load_stage, parse_part, stage_files, stage_folder
 from common.target.protocol import load_protocol
 from common.target.sizes import TargetSizes, check_same_target, planned_sizes, read_sizes, target_digest
 from common.target.tensors import read_tensors
 
-STAGE, INPUT = "02_hidden", "01_synthetic"
+STAGE, INPUT = HIDDEN, SYNTHETIC
 
 
 def main() -> int:
@@ -163,7 +163,7 @@ def discard_damaged(manifest: Manifest, folder: Path, hashes: bool) -> None:
 def known_samples(folder: Path, shard_class, manifest: Manifest | None = None) -> dict[str, int]:
     """By id, the checksum of each sample in finished shards; by a window's plan where there is one, as the shards may
     be gone."""
-    if manifest is None and not (folder / "manifest.json").exists():
+    if manifest is None and not (folder / MANIFEST).exists():
         return {}
     manifest, there = manifest or Manifest.load(folder, STAGE), {}
     for name in manifest.files:

@@ -16,13 +16,13 @@ from common.pipeline.command_line import Settings, load_settings
 from common.pipeline.console import Progress, say, table
 from common.pipeline.errors import UserError, guarded
 from common.pipeline.files import atomic_path, digest, write_json
-from common.pipeline.manifest import Manifest, open_stage, stage_lock
+from common.pipeline.manifest import DATASET, HIDDEN, MANIFEST, Manifest, open_stage, stage_lock
 from common.pipeline.node_share import load_stage
 from common.target.protocol import Protocol, load_protocol
 from common.target.sizes import check_same_target, read_sizes
 from common.target.tensors import read_tensors
 
-STAGE, INPUT = "03_dataset", "02_hidden"
+STAGE, INPUT = DATASET, HIDDEN
 
 
 def main() -> int:
@@ -155,8 +155,8 @@ def inspect(id: str, shards: Manifest, source: Path, protocol: Protocol) -> int:
 
 def rebuild(folder, fingerprint: dict, settings: Settings) -> Manifest:
     """03 takes seconds: other settings simply make it again, with the old manifest gone before the first new file."""
-    if (folder / "manifest.json").exists() and Manifest.load(folder, STAGE).fingerprint != fingerprint:
-        (folder / "manifest.json").unlink()
+    if (folder / MANIFEST).exists() and Manifest.load(folder, STAGE).fingerprint != fingerprint:
+        (folder / MANIFEST).unlink()
     return open_stage(folder, STAGE, fingerprint, settings.as_dict(), settings.fresh)
 
 

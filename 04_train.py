@@ -25,9 +25,9 @@ from common.pipeline.command_line import Settings, load_settings
 from common.pipeline.console import Progress, say, table
 from common.pipeline.errors import TooManyFailures, UserError, guarded
 from common.pipeline.files import write_json, write_text
-from common.pipeline.manifest import MANIFEST, Manifest, open_stage, stage_lock
+from common.pipeline.manifest import DATASET, DRAFT, HIDDEN, MANIFEST, Manifest, open_stage, stage_lock
 
-STAGE, INPUT, STATES = "04_draft", "03_dataset", "02_hidden"
+STAGE, INPUT, STATES = DRAFT, DATASET, HIDDEN
 SWITCHES = {
     "follow": "train beside 02 --window: wait for its shards, delete them once they are trained on",
     "export-only=CHECKPOINT": "export this checkpoint of the run instead of the best one; train nothing",

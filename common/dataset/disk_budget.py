@@ -19,10 +19,10 @@ from pathlib import Path
 from common.pipeline.console import gb, say
 from common.pipeline.errors import UserError
 from common.pipeline.files import read_json, write_json
-from common.pipeline.manifest import MANIFEST, Manifest
+from common.pipeline.manifest import HIDDEN, MANIFEST, Manifest
 from common.pipeline.settings import Dataset
 
-STAGE, PLAN, TRAINED = "02_hidden", "plan", "trained.json"
+STAGE, PLAN, TRAINED = HIDDEN, "plan", "trained.json"
 SPLIT = ("holdout_share", "split_seed")  # settings of [dataset] that a plan fixes
 UNITS = {"": 1, "k": 1000, "m": 1000**2, "g": 1000**3, "t": 1000**4}
 BINARY = {"": 1, "k": 2**10, "m": 2**20, "g": 2**30, "t": 2**40}

@@ -20,7 +20,7 @@ from torch import Tensor
 
 from common.dataset.stream import Stream
 from common.pipeline.errors import UserError
-from common.pipeline.files import sync_folder
+from common.pipeline.files import sync
 from common.pipeline.manifest import FORMAT_VERSION
 
 STORE_DTYPES = {"bf16": ("BF16", 2), "fp8": ("F8_E4M3", 1)}
@@ -105,7 +105,7 @@ class ShardWriter:
         os.fsync(self.file)
         os.close(self.file)
         os.rename(self.temporary, self.path)
-        sync_folder(self.path.parent)
+        sync(self.path.parent)
         return True
 
     def _compact(self, keep_empty: bool) -> bool:

@@ -13,7 +13,7 @@ from pathlib import Path
 from common.pipeline.command_line import load_settings
 from common.pipeline.console import say
 from common.pipeline.errors import UserError, guarded
-from common.pipeline.manifest import Manifest
+from common.pipeline.manifest import DRAFT, HIDDEN, Manifest
 
 CONFIG = "configs/demo.toml"
 STAGES = ("01b_generate_synthetic.py", "02_extract_hidden.py", "03_build_dataset.py", "04_train.py")
@@ -28,11 +28,11 @@ def main() -> int:
         code = subprocess.run([sys.executable, script, *arguments]).returncode
         if code:
             return code
-    result = Manifest.load(run_dir / "04_draft", "04_draft").counts
-    samples = Manifest.load(run_dir / "02_hidden", "02_hidden").counts["sequences"]
+    result = Manifest.load(run_dir / DRAFT, DRAFT).counts
+    samples = Manifest.load(run_dir / HIDDEN, HIDDEN).counts["sequences"]
     lengths = {name: figures["walk"]["3"]["length"] for name, figures in result["baselines"].items()}
-    report = run_dir / "04_draft" / "report.html"
-    say(f"\nThe draft is in {run_dir / '04_draft' / 'export'}; open {Path.cwd() / report} in a browser.")
+    report = run_dir / DRAFT / "report.html"
+    say(f"\nThe draft is in {run_dir / DRAFT / 'export'}; open {Path.cwd() / report} in a browser.")
     say(
         f"acceptance_length={result['acceptance']['walk']['3']['length']:.3f} untrained={lengths['untrained']:.3f} "
         f"bigram={lengths['bigram']:.3f} samples={samples} seconds={time.monotonic() - started:.0f} report={report}"

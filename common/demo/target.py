@@ -15,13 +15,12 @@ What it calls reasoning is thus the first part of its plain answer. Nothing else
 import contextlib
 import io
 import json
-import shutil
 import sys
 from pathlib import Path
 
 from common.pipeline.console import Progress, say
 from common.pipeline.errors import UserError, guarded
-from common.pipeline.files import write_json, write_text
+from common.pipeline.files import atomic_folder, write_json, write_text
 
 THINK_OPEN_ID, THINK_CLOSE_ID, NEWLINE_ID = 15, 16, 198
 RELABELLED = {"<jupyter_script>": "<think>", "<empty_output>": "</think>"}
@@ -49,9 +48,7 @@ def build(folder: Path) -> None:
     logging.set_verbosity_error()
     logging.disable_progress_bar()
     gguf = _packaged_gguf()
-    temporary = folder.with_name(f".{folder.name}.tmp")
-    shutil.rmtree(temporary, ignore_errors=True)
-    with Progress("demo target", 4, "steps") as progress:
+    with Progress("demo target", 4, "steps") as progress, atomic_folder(folder) as temporary:
         tokenizer = AutoTokenizer.from_pretrained(gguf.parent, gguf_file=gguf.name)
         progress.update(now="read the weights (20 s)")
         quantized = GgufConfig(dequantize=True, gguf_file=gguf.name)
@@ -67,7 +64,6 @@ def build(folder: Path) -> None:
         tokenizer.chat_template = CHAT_TEMPLATE
         tokenizer.save_pretrained(temporary)
         _relabel(temporary)
-        temporary.rename(folder)
         progress.update(now="done")
 
 

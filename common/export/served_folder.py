@@ -5,8 +5,6 @@ dtype and value range is checked here before a folder is published, and again fo
 """
 
 import json
-import os
-import shutil
 from pathlib import Path
 
 import torch
@@ -18,7 +16,7 @@ from common.dataset.draft_vocabulary import kept_tokens
 from common.draft.config import DraftConfig
 from common.draft.network import Draft, rope_frequencies, yarn_mscale
 from common.pipeline.errors import UserError
-from common.pipeline.files import atomic_path, read_json, sync_folder, write_json
+from common.pipeline.files import atomic_folder, read_json, write_json
 
 ARCHITECTURES = {"llama": "LlamaForCausalLMEagle3", "mla": "Eagle3DeepseekV2ForCausalLM"}
 MODEL_TYPES = {"llama": "llama", "mla": "kimi_k2"}  # vLLM takes "deepseek_v3" for the target's own MTP layer
@@ -104,29 +102,22 @@ def export(
 ) -> None:
     """Write the served folder (bf16 weights; d2t and t2d left out for a full vocabulary), read it back, publish it.
 
-    All under a temporary name: a draft that would not serve never takes the place of one that does.
+    A draft that would not serve never replaces one that does.
     """
-    temporary = folder.with_name(f".{folder.name}.tmp")
-    shutil.rmtree(temporary, ignore_errors=True)
-    temporary.mkdir(parents=True)
     tensors = {name: p.detach().cpu().to(torch.bfloat16).contiguous() for name, p in draft.named_parameters()}
     if not embedding:
         del tensors["embed_tokens.weight"]
     if draft.config.draft_vocab_size < draft.config.vocab_size:
         tensors |= {"d2t": d2t.contiguous(), "t2d": t2d.contiguous()}
-    with atomic_path(temporary / "model.safetensors") as weights:
-        save_file(tensors, weights, {"format": "pt"})
-    write_json(temporary / "config.json", served_config(draft.config, aux_layers, text))
-    problems = check_export(temporary)
-    if not problems:
-        stored = load_file(temporary / "model.safetensors")
-        problems = [f"{n} read back differently" for n, t in tensors.items() if not torch.equal(stored[n], t)]
-    if problems:
-        shutil.rmtree(temporary)
-        raise UserError(f"{folder} would not serve: {'; '.join(problems)}")
-    shutil.rmtree(folder, ignore_errors=True)  # made from a checkpoint that is still there
-    os.rename(temporary, folder)
-    sync_folder(folder.parent)
+    with atomic_folder(folder) as temporary:
+        save_file(tensors, temporary / "model.safetensors", {"format": "pt"})
+        write_json(temporary / "config.json", served_config(draft.config, aux_layers, text))
+        problems = check_export(temporary)
+        if not problems:
+            stored = load_file(temporary / "model.safetensors")
+            problems = [f"{n} read back differently" for n, t in tensors.items() if not torch.equal(stored[n], t)]
+        if problems:
+            raise UserError(f"{folder} would not serve: {'; '.join(problems)}")
 
 
 def check_export(folder: Path) -> list[str]:

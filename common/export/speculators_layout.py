@@ -3,8 +3,6 @@
 vLLM reads it too (`vllm serve FOLDER` alone starts the target with the draft); SGLang does not.
 """
 
-import os
-import shutil
 from pathlib import Path
 
 from safetensors.torch import load_file, save_file
@@ -12,7 +10,7 @@ from safetensors.torch import load_file, save_file
 from common.draft.config import DraftConfig
 from common.export.served_folder import read_draft_config, rope_settings
 from common.pipeline.errors import UserError
-from common.pipeline.files import read_json, sync_folder, write_json
+from common.pipeline.files import atomic_folder, read_json, write_json
 
 VERSION = "0.9.0"
 LAYER_PREFIX = "midlayer."
@@ -69,16 +67,11 @@ def write_speculators(folder: Path, served: Path, target: str, draft_tokens: int
         raise UserError("the speculators format has no MLA draft; use --form llama or --export-format eagle3")
     if draft.norm_before_fc and draft.fc_norm:
         raise UserError("the speculators format takes norm_before_fc or fc_norm, not both")
-    temporary = folder.with_name(f".{folder.name}.tmp")
-    shutil.rmtree(temporary, ignore_errors=True)
-    temporary.mkdir(parents=True)
     tensors = load_file(served / "model.safetensors")
     renamed = {
         f"layers.0.{name.removeprefix(LAYER_PREFIX)}" if name.startswith(LAYER_PREFIX) else name: tensor
         for name, tensor in tensors.items()
     }
-    save_file(renamed, temporary / "model.safetensors", {"format": "pt"})
-    write_json(temporary / "config.json", speculators_config(draft, config, target, draft_tokens))
-    shutil.rmtree(folder, ignore_errors=True)  # made from `served`, which is still there
-    os.rename(temporary, folder)
-    sync_folder(folder.parent)
+    with atomic_folder(folder) as temporary:
+        save_file(renamed, temporary / "model.safetensors", {"format": "pt"})
+        write_json(temporary / "config.json", speculators_config(draft, config, target, draft_tokens))

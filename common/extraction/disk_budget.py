@@ -5,8 +5,6 @@ the records it could be one data set's, or one topic's. Held-out samples come fi
 """
 
 import hashlib
-import os
-import shutil
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -21,7 +19,7 @@ from common.extraction.loop import ShardPlan, plan_shards
 from common.extraction.streams import Place, StreamReader
 from common.pipeline.command_line import Settings
 from common.pipeline.errors import UserError
-from common.pipeline.files import digest, sync_folder
+from common.pipeline.files import atomic_folder, digest
 from common.pipeline.manifest import Manifest
 from common.pipeline.settings import Dataset
 
@@ -90,26 +88,27 @@ def _write_plan(
 ) -> None:
     """Write the plan's files into a folder that gets its name when it is whole."""
     kept, trained = _shards(places, kind, settings)
-    unfinished = folder / f"{PLAN}.unfinished"
-    shutil.rmtree(unfinished, ignore_errors=True)  # of a killed process: the caller holds the stage's lock
-    unfinished.mkdir()
     split = {key: getattr(settings.file["dataset"], key) for key in SPLIT}
     plan = Manifest(STAGE, fingerprint, settings.as_dict() | {"dataset": split})
-    for shard in kept + trained:
-        streams = list(reader.load(iter(shard.places)))
-        _write_tokens(unfinished / shard.name, streams, kind)
-        sizes = {"tokens": sum(map(len, streams)), "shard_bytes": shard_bytes(kind, streams)}
-        plan.add_file(unfinished, shard.name, sequences=len(streams), round=None, **sizes)
-    names = [shard.name for shard in trained]
-    rounds = plan_rounds([plan.files[name]["shard_bytes"] for name in names], parse_size(settings.extract.window))
-    for name, number in zip(names, rounds, strict=True):
-        plan.files[name]["round"] = number
-    tokens = sum(place.tokens for place in places)
-    plan.counts = {"sequences": len(places), "tokens": tokens, "rounds": len(set(rounds)), "samples": _samples(places)}
-    plan.complete = True
-    plan.save(unfinished)
-    os.rename(unfinished, folder / PLAN)
-    sync_folder(folder)
+    with atomic_folder(folder / PLAN) as temporary:
+        for shard in kept + trained:
+            streams = list(reader.load(iter(shard.places)))
+            _write_tokens(temporary / shard.name, streams, kind)
+            sizes = {"tokens": sum(map(len, streams)), "shard_bytes": shard_bytes(kind, streams)}
+            plan.add_file(temporary, shard.name, sequences=len(streams), round=None, **sizes)
+        names = [shard.name for shard in trained]
+        rounds = plan_rounds([plan.files[name]["shard_bytes"] for name in names], parse_size(settings.extract.window))
+        for name, number in zip(names, rounds, strict=True):
+            plan.files[name]["round"] = number
+        tokens = sum(place.tokens for place in places)
+        plan.counts = {
+            "sequences": len(places),
+            "tokens": tokens,
+            "rounds": len(set(rounds)),
+            "samples": _samples(places),
+        }
+        plan.complete = True
+        plan.save(temporary)
 
 
 def _write_tokens(path: Path, streams: list[Stream], kind: ShardKind) -> None:
@@ -120,8 +119,6 @@ def _write_tokens(path: Path, streams: list[Stream], kind: ShardKind) -> None:
         "offsets": torch.tensor([0] + [len(s) for s in streams]).cumsum(0),
     }
     save_file(tensors, path, kind.shard_metadata(streams))
-    with open(path, "rb") as file:
-        os.fsync(file.fileno())
 
 
 def _samples(places: list[Place]) -> str:

@@ -14,7 +14,7 @@ from common.pipeline.command_line import Settings
 from common.pipeline.console import say, table
 from common.pipeline.errors import UserError
 from common.pipeline.files import read_json
-from common.pipeline.manifest import MANIFEST
+from common.pipeline.manifest import DATASET, DRAFT, HIDDEN, MANIFEST, SYNTHETIC
 from common.target.sizes import planned_sizes
 
 
@@ -34,7 +34,7 @@ def ask_nobody() -> None:
 
 def expected_load(settings: Settings) -> Load:
     """Samples and mean lengths: measured by stage 01b, or assumed; `--n` says how many."""
-    assumed, folder = settings.file["plan"], settings.run_dir / "01_synthetic"
+    assumed, folder = settings.file["plan"], settings.run_dir / SYNTHETIC
     counts, parts = {}, [folder, *sorted(folder.glob("part-*-of-*"))]
     for part in parts:
         if (part / MANIFEST).is_file():
@@ -100,10 +100,10 @@ def _disk(settings: Settings, sizes, load: Load, draft) -> list[tuple[str, str]]
     checkpoint = plan.checkpoint_bytes(draft, f["train"].train_embedding, f["train"].train_head)
     return [
         ("tokens", f"{written:,.0f} = {load.samples:,} x ({load.prompt:,.0f} prompt + {load.output:,.0f} reply)"),
-        ("01_synthetic", f"{written * plan.JSONL_BYTES / GB:,.2f} GB = tokens x {plan.JSONL_BYTES} bytes of JSONL"),
-        ("02_hidden", f"{tokens * a_token / GB:,.1f} GB = {tokens:,.0f} tokens x {a_token:,} bytes"),
-        ("03_dataset", f"{head / GB:.2f} GB: the target's norm, head and embedding in bf16; no states"),
-        ("04_draft", f"{(kept * checkpoint + plan.export_bytes(draft)) / GB:.1f} GB = {kept} checkpoints x "
+        (SYNTHETIC, f"{written * plan.JSONL_BYTES / GB:,.2f} GB = tokens x {plan.JSONL_BYTES} bytes of JSONL"),
+        (HIDDEN, f"{tokens * a_token / GB:,.1f} GB = {tokens:,.0f} tokens x {a_token:,} bytes"),
+        (DATASET, f"{head / GB:.2f} GB: the target's norm, head and embedding in bf16; no states"),
+        (DRAFT, f"{(kept * checkpoint + plan.export_bytes(draft)) / GB:.1f} GB = {kept} checkpoints x "
                      f"{checkpoint / GB:.2f} and the export of {plan.export_bytes(draft) / GB:.2f}"),
         ("target", f"{f['sizes'].weights_gb:,.0f} GB of weights" if f["sizes"].weights_gb else "not said in [sizes]"),
     ]  # fmt: skip

@@ -17,12 +17,32 @@ def atomic_path(path: Path) -> Iterator[Path]:
     temporary = path.with_name(f".{path.name}.tmp-{os.getpid()}")
     try:
         yield temporary
-        with open(temporary, "rb") as file:
-            os.fsync(file.fileno())
+        sync(temporary)
         os.rename(temporary, path)
-        sync_folder(path.parent)
+        sync(path.parent)
     finally:
         temporary.unlink(missing_ok=True)
+
+
+@contextmanager
+def atomic_folder(folder: Path) -> Iterator[Path]:
+    """A temporary folder beside `folder`, empty at first; it replaces `folder`, durably, when the block ends.
+
+    An error inside the block leaves `folder` as it was and removes the temporary one.
+    """
+    temporary = folder.with_name(f".{folder.name}.tmp")
+    shutil.rmtree(temporary, ignore_errors=True)  # left by a killed process
+    temporary.mkdir(parents=True)
+    try:
+        yield temporary
+        for path in temporary.rglob("*"):
+            sync(path)
+        sync(temporary)
+        shutil.rmtree(folder, ignore_errors=True)  # a kill right here leaves none; every caller can build it again
+        os.rename(temporary, folder)
+        sync(folder.parent)
+    finally:
+        shutil.rmtree(temporary, ignore_errors=True)
 
 
 def write_text(path: Path, text: str) -> None:
@@ -36,9 +56,9 @@ def write_json(path: Path, value) -> None:
     write_text(path, json.dumps(value, indent=1, ensure_ascii=False, allow_nan=False) + "\n")
 
 
-def sync_folder(folder: Path) -> None:
-    """Make renames inside `folder` durable."""
-    handle = os.open(folder, os.O_RDONLY)
+def sync(path: Path) -> None:
+    """Make a file's content, or the renames inside a folder, durable."""
+    handle = os.open(path, os.O_RDONLY)
     try:
         os.fsync(handle)
     finally:

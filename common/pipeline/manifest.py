@@ -1,10 +1,9 @@
-"""Files that survive: atomic writes, manifests, hashes, free-space check, JSONL append and torn-tail repair.
+"""A stage's folder: its manifest, how a stage starts or resumes in it, and the lock that one process holds.
 
-The rules that every stage keeps: write under a temporary name, fsync, rename; never a final name on a partial file;
-resume only under the same fingerprint; verify before trusting; never delete silently.
+Every stage writes under a temporary name, syncs and renames, so that a partial file never has a final name. It resumes
+only under the same fingerprint, verifies files before it trusts them, and never deletes without saying so.
 """
 
-import fcntl
 import os
 import time
 from collections.abc import Iterator
@@ -12,11 +11,15 @@ from contextlib import contextmanager
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
 
+from filelock import FileLock, Timeout
+
 from common.pipeline.errors import UserError
 from common.pipeline.files import read_json, sha256, write_json
 
 FORMAT_VERSION = 1
 MANIFEST = "manifest.json"
+# The folders of a run, one a stage. The same words name the stage inside its manifest.
+SYNTHETIC, HIDDEN, DATASET, DRAFT = "01_synthetic", "02_hidden", "03_dataset", "04_draft"
 
 
 @dataclass
@@ -79,7 +82,7 @@ def open_stage(folder: Path, stage: str, fingerprint: dict, settings: dict, fres
         os.rename(folder, aside)
         print(f"{folder} set aside as {aside}")
     folder.mkdir(parents=True, exist_ok=True)
-    for leftover in folder.glob(".*.tmp-*"):  # of a killed process: the caller holds the stage's lock
+    for leftover in folder.glob(".*.tmp-*"):  # left by a killed process; no other runs, as the caller holds the lock
         leftover.unlink()
     if not (folder / MANIFEST).exists():
         manifest = Manifest(stage, fingerprint, settings)
@@ -107,11 +110,14 @@ def check_fingerprint(folder: Path, stored: dict, wanted: dict) -> None:
 
 @contextmanager
 def stage_lock(folder: Path) -> Iterator[None]:
-    """Hold the folder alone; the lock dies with the process, so a kill leaves nothing to clean up."""
+    """Keep other processes out of the folder. The lock ends with the process, so a kill leaves nothing to clean up."""
     folder.mkdir(parents=True, exist_ok=True)
-    with open(folder / ".lock", "w") as file:
-        try:
-            fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        except BlockingIOError:
-            raise UserError(f"another process is writing to {folder}; wait for it or stop it") from None
+    lock = FileLock(folder / ".lock", blocking=False)
+    try:
+        lock.acquire()
+    except Timeout:
+        raise UserError(f"another process is writing to {folder}; wait for it or stop it") from None
+    try:
         yield
+    finally:
+        lock.release()

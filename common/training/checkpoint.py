@@ -3,7 +3,6 @@
 checkpoints/step-00000200/  model.safetensors  optimizer.safetensors  state.json (step, data position, best, ...)
 """
 
-import os
 import shutil
 from pathlib import Path
 
@@ -12,7 +11,7 @@ from safetensors.torch import load_file, save_file
 from torch import nn
 
 from common.pipeline.errors import UserError
-from common.pipeline.files import read_json, sha256, sync_folder, write_json
+from common.pipeline.files import atomic_folder, read_json, sha256, write_json
 from common.training.optimizer import Optimizers
 from common.training.ranks import like, whole
 
@@ -33,23 +32,13 @@ def save_checkpoint(folder: Path, module: nn.Module, optimizer: Optimizers, stat
     }
     trained = {name: p for name, p in module.named_parameters() if p.requires_grad}
     tensors, moments = _on_cpu(trained, first), _on_cpu(moments, first)
-    name = f"{PREFIX}{state['step']:08d}"
-    final, temporary = folder / name, folder / f".{name}.tmp"
-    if not first:
-        return final
-    shutil.rmtree(temporary, ignore_errors=True)
-    temporary.mkdir(parents=True)
-    save_file(tensors, temporary / "model.safetensors")
-    save_file(moments, temporary / "optimizer.safetensors")
-    hashes = {f: sha256(temporary / f) for f in ("model.safetensors", "optimizer.safetensors")}
-    write_json(temporary / "state.json", state | {"sha256": hashes, "parameters": list(trained)})
-    for file in temporary.iterdir():
-        with open(file, "rb") as handle:
-            os.fsync(handle.fileno())
-    if final.exists():  # written before a kill that came between two steps; the new one is equal
-        shutil.rmtree(final)
-    os.rename(temporary, final)
-    sync_folder(folder)
+    final = folder / f"{PREFIX}{state['step']:08d}"
+    if first:
+        with atomic_folder(final) as temporary:
+            save_file(tensors, temporary / "model.safetensors")
+            save_file(moments, temporary / "optimizer.safetensors")
+            hashes = {f: sha256(temporary / f) for f in ("model.safetensors", "optimizer.safetensors")}
+            write_json(temporary / "state.json", state | {"sha256": hashes, "parameters": list(trained)})
     return final
 
 

@@ -24,7 +24,7 @@ from common.pipeline.console import Progress, say
 from common.pipeline.errors import SafetyStop
 from common.pipeline.files import read_json, write_text
 from common.pipeline.jsonl import read_jsonl, repair_jsonl
-from common.pipeline.manifest import Manifest
+from common.pipeline.manifest import DRAFT, Manifest
 from common.report.report import write_report
 from common.target.protocol import Protocol, load_protocol
 from common.training.batches import PackOrder
@@ -57,7 +57,7 @@ class TrainingRun:
             self.config, self.d2t, self.t2d = self.published.config, self.published.d2t, self.published.t2d
         self.kept = kept_tokens(self.d2t, self.t2d)
         self.coverage = coverage(vocab["counts"], self.kept)
-        self.others = other_runs(s.compare, "04_draft")
+        self.others = other_runs(s.compare, DRAFT)
         index, pack_tokens = Index.load(source / "index.safetensors"), dataset.settings["dataset"]["pack_tokens"]
         window = follow(states, dataset, settings.flags.follow, settings.fresh)
         self.follower = Follower(window, index, pack_tokens, s, ranks) if window else None
