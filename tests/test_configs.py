@@ -60,7 +60,7 @@ def test_kimi_configs_speak_the_protocol_of_the_real_vocabulary(name, kimi_folde
     protocol = load_protocol(target, kimi_folder.with_name("kimi_cache"))
     assert (protocol.think_open, protocol.think_close, protocol.end) == (163606, 163607, 163586)
     assert protocol.prompt_tail(True)[-1] == 163606 and protocol.prompt_tail(False)[-2:] == [163606, 163607]
-    assert protocol.opener_in_prompt(protocol.prompt_ids([{"role": "user", "content": "hi"}]))
+    assert protocol.think_open_in_prompt(protocol.prompt_ids([{"role": "user", "content": "hi"}]))
 
 
 def test_nvfp4_differs_from_int4_where_the_checkpoint_does():

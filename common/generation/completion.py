@@ -35,8 +35,8 @@ def read_reply(text: str, protocol: Protocol, opened: bool, server: str = "") ->
         raise EngineError(f"the content is no text but {_kind(content)}", retry=False)
     field = next((name for name in REASONING_FIELDS if _is_text(message.get(name))), "")
     reasoning = message.get(field)
-    begins = protocol.think_open is not None and (content or "").lstrip().startswith(protocol.opener)
-    if not field and content and (begins or (opened and protocol.closer in content)):
+    begins = protocol.think_open is not None and (content or "").lstrip().startswith(protocol.think_open_text)
+    if not field and content and (begins or (opened and protocol.think_close_text in content)):
         field = "content"
         reasoning, content = protocol.split_text(content, opened)
     elif field and begins:

@@ -13,7 +13,7 @@ from collections import Counter
 from common.generation.engine import Answer, Engine, EngineError, Request
 from common.generation.record import check_rebuilt, counted_tokens, make_record
 from common.generation.record_folder import Counts, FailureList, Stored
-from common.generation.work import Planner, Unit, sampling_of
+from common.generation.work import Conversation, Planner, sampling_of
 from common.pipeline.console import Progress, say
 from common.pipeline.errors import SafetyStop
 from common.pipeline.jsonl import JsonlParts
@@ -80,7 +80,7 @@ class Generation:
 
     # ---- conversations ----
 
-    async def _converse(self, unit: Unit) -> None:
+    async def _converse(self, unit: Conversation) -> None:
         """Generate the missing turns of one conversation in order, each from the history as the target wrote it."""
         messages, prompt_ids = unit.question.messages, unit.prompt_ids
         for turn, id in enumerate(unit.ids):
@@ -99,7 +99,7 @@ class Generation:
                 reply = {"role": "assistant", "content": record["content"] or ""}
                 messages = [*messages, reply, *unit.question.followups[turn]]
 
-    def _drop(self, unit: Unit, turn: int, reason: str, detail: str = "") -> None:
+    def _drop(self, unit: Conversation, turn: int, reason: str, detail: str = "") -> None:
         """Leave the turns from `turn` on out: without what comes before them they can't be asked."""
         for id in unit.ids[turn:]:
             self.counts.dropped += 1

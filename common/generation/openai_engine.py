@@ -111,7 +111,7 @@ class OpenAIServers:
         try:
             arguments = arguments_of(self.body(request, sampling))
             raw = await server.client.chat.completions.with_raw_response.create(**arguments)
-            opened = self.protocol.opener_in_prompt(request.prompt_ids)
+            opened = self.protocol.think_open_in_prompt(request.prompt_ids)
             return read_reply(raw.text, self.protocol, opened, server.version)
         except openai.APIStatusError as error:
             retry = error.status_code in RETRIED or error.status_code >= 500

@@ -46,7 +46,7 @@ async def _probe_server(engine: OpenAIServers, server: Server, request: Request,
     body = engine.body(request, sampling)
     try:
         text = await asyncio.to_thread(_post, server.url, body, engine.settings.api_key)
-        opened = protocol.opener_in_prompt(request.prompt_ids)
+        opened = protocol.think_open_in_prompt(request.prompt_ids)
         answer = read_reply(text, protocol, opened, server.version)
         shown = await server.client.chat.completions.create(**arguments_of(body))
     except EngineError as error:
@@ -75,9 +75,9 @@ def _judge(request: Request, answer: Answer, sampling, protocol: Protocol, model
     prompt_ids = answer.prompt_ids if known else request.prompt_ids
     received = answer.output_ids or []
     tail = protocol.prompt_tail(sampling.thinking)
+    names = {protocol.think_open_text: protocol.think_open, protocol.think_close_text: protocol.think_close}
     found = [f"{name} {prompt_ids[-len(tail):].count(id)} in the prompt's tail, {received.count(id)} in the output"
-             for name, id in ((protocol.opener, protocol.think_open), (protocol.closer, protocol.think_close))
-             if id is not None]  # fmt: skip
+             for name, id in names.items() if id is not None]  # fmt: skip
     rows = [
         ("think tokens", f"by the tokenizer: open {protocol.think_open}, close {protocol.think_close}"),
         ("  received", "; ".join(found) if known else "the server sends no token ids"),

@@ -28,7 +28,7 @@ def make_record(
     prompt_ids = answer.prompt_ids if known else request.prompt_ids
     reply = protocol.split(prompt_ids, answer.output_ids) if known else None
     thought = reply and reply.reasoning_ids
-    if not sampling.thinking and not answer.content and protocol.closer_in_prompt(prompt_ids) and not thought:
+    if not sampling.thinking and not answer.content and protocol.think_close_in_prompt(prompt_ids) and not thought:
         # The parser waited for a closing token, which stands in the prompt, and took the whole reply for reasoning.
         answer = replace(answer, reasoning=None, content=answer.reasoning, reasoning_field="")
     rebuilt = None
@@ -109,7 +109,7 @@ def _read_by_ids(
             "another chat template, or chat_template_kwargs did not arrive",
             retry=False,
         )
-    if protocol.opener_in_prompt(answer.prompt_ids) and answer.output_ids[0] == protocol.think_open:
+    if protocol.think_open_in_prompt(answer.prompt_ids) and answer.output_ids[0] == protocol.think_open:
         raise EngineError("the reply repeats the opening token that ends its prompt", retry=False)
     parsed = answer.reasoning_field in REASONING_FIELDS
     problem = protocol.text_differs(reply, answer.reasoning, answer.content, parsed)
@@ -120,7 +120,7 @@ def _read_by_ids(
     if parsed or answer.reasoning_field == "ids" or not reply.reasoning_ids:
         return answer.reasoning, answer.content, answer.reasoning_field
     # No parser split it, or not where the target did: a reply cut inside its reasoning shows no marker in its text.
-    shown = not reply.closed or protocol.closer in (answer.content or "")
+    shown = not reply.closed or protocol.think_close_text in (answer.content or "")
     in_content = bool(answer.reasoning or (answer.content and shown))
     reasoning, content = protocol.decode(reply.reasoning_ids), protocol.decode(reply.content_ids) or None
     return reasoning, content, "content" if in_content else "ids"

@@ -47,7 +47,7 @@ class Counts:
         self.prompt_tokens += len(record["prompt_ids"])
         self.output_tokens += len(output_ids)
         self.with_reasoning += bool(record["reasoning"])
-        thinking = protocol.opener_in_prompt(record["prompt_ids"])
+        thinking = protocol.think_open_in_prompt(record["prompt_ids"])
         self.open_reasoning += thinking and reply.ended and not reply.closed
         self.tool_calls += not protocol.tool_ids.isdisjoint(output_ids)
         self.tool_calls_in_reasoning += not protocol.tool_ids.isdisjoint(reply.reasoning_ids)

@@ -17,11 +17,11 @@ from common.questions.conversations import Unusable
 from common.questions.questions import DUPLICATE, Question, Skipped
 from common.target.protocol import Protocol, Unrenderable
 
-SPOKEN = "Naïve Übung, 12345 tokens;\n\n  日本語 中文 한국어 🙂 don't <b>stop</b>"  # tells tokenizers apart
+TOKENIZER_SAMPLE = "Naïve Übung, 12345 tokens;\n\n  日本語 中文 한국어 🙂 don't <b>stop</b>"  # tells tokenizers apart
 
 
 @dataclass(frozen=True)
-class Unit:
+class Conversation:
     """One conversation to generate: a question and the number of its repeat. `ids`: one record id a turn."""
 
     question: Question
@@ -59,9 +59,9 @@ class Planner:
         self.settings, self.protocol, self.takes_ids, self.n = settings, protocol, takes_ids, n
         self.stored, self.counts, self.failures = stored, counts, failures
         self.finished = False
-        self._units: Iterator[Unit] = self._plan(questions)
+        self._units: Iterator[Conversation] = self._plan(questions)
 
-    def __iter__(self) -> Iterator[Unit]:
+    def __iter__(self) -> Iterator[Conversation]:
         return self._units
 
     def has_work(self) -> bool:
@@ -70,7 +70,7 @@ class Planner:
         self._units = chain([first] if first else [], self._units)
         return first is not None
 
-    def _plan(self, questions: Iterable[Question | Skipped]) -> Iterator[Unit]:
+    def _plan(self, questions: Iterable[Question | Skipped]) -> Iterator[Conversation]:
         sampling = asdict(sampling_of(self.settings)) | {"seed": self.settings.seed}
         counts = self.counts
         for question in questions:
@@ -98,7 +98,7 @@ class Planner:
                     continue
                 counts.planned += len(ids)
                 if not all(there):
-                    yield Unit(question, repeat, ids, [] if there[0] else prompt_ids)
+                    yield Conversation(question, repeat, ids, [] if there[0] else prompt_ids)
         self.finished = True
 
     def prompt_ids(self, messages: list[dict]) -> list[int]:
@@ -135,5 +135,5 @@ def input_fingerprint(questions: Questions, protocol: Protocol) -> dict:
     local = {"questions.sha256": sha256(path)} if path.is_file() else {}
     tokens = sorted(protocol.added.items())
     tails = [protocol.prompt_tail(thinking) for thinking in (True, False)]
-    spoken = [protocol.tokenizer.chat_template, tokens, protocol.text_ids(SPOKEN), tails]
+    spoken = [protocol.tokenizer.chat_template, tokens, protocol.text_ids(TOKENIZER_SAMPLE), tails]
     return local | {"protocol.sha256": digest(spoken)}

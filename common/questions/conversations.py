@@ -15,9 +15,9 @@ ROLES = {
     "tool": "tool", "function": "tool", "observation": "tool", "function_response": "tool",
     "function_call": "call", "tool_call": "call",
 }  # fmt: skip
-LISTS = ("conversations", "messages", "conversation", "prompt", "chosen", "turns")
-TEXTS = ("prompt", "question", "query", "text")
-DEEPEST = 100  # levels of tool arguments: deeper ones are nobody's, and end in a reader's recursion limit
+CONVERSATION_COLUMNS = ("conversations", "messages", "conversation", "prompt", "chosen", "turns")
+QUESTION_COLUMNS = ("prompt", "question", "query", "text")
+MAX_ARGUMENT_DEPTH = 100  # levels of tool arguments: deeper ones are nobody's, and end in a reader's recursion limit
 
 
 class Unusable(Exception):
@@ -30,8 +30,8 @@ class Unusable(Exception):
 
 def is_row(value: dict) -> bool:
     """Whether an object is itself a conversation, not a file's wrapping around its rows."""
-    texts = any(isinstance(value.get(key), str) for key in ("instruction", *TEXTS))
-    return texts or any(_is_turns(value[key]) for key in LISTS if isinstance(value.get(key), list))
+    texts = any(isinstance(value.get(key), str) for key in ("instruction", *QUESTION_COLUMNS))
+    return texts or any(_is_turns(value[key]) for key in CONVERSATION_COLUMNS if isinstance(value.get(key), list))
 
 
 def chat_messages(row, first_turn_only: bool = False) -> list[dict]:
@@ -54,11 +54,11 @@ def chat_messages(row, first_turn_only: bool = False) -> list[dict]:
 
 
 def _turns(row: dict, first_turn_only: bool) -> list[dict]:
-    lists = [row[key] for key in LISTS if isinstance(row.get(key), list)]
+    lists = [row[key] for key in CONVERSATION_COLUMNS if isinstance(row.get(key), list)]
     turns = next(filter(None, lists), None)
     if turns:
         return _from_list(turns, first_turn_only)
-    main = next((key for key in ("instruction", *TEXTS) if isinstance(row.get(key), str)), None)
+    main = next((key for key in ("instruction", *QUESTION_COLUMNS) if isinstance(row.get(key), str)), None)
     if main is None:
         raise Unusable("no user turn" if lists else "no known chat column")
     _check_place(row)
@@ -203,9 +203,9 @@ def _json_value(value, depth: int = 0):
         return clean_text(value)
     if value is None or isinstance(value, int) or (isinstance(value, float) and math.isfinite(value)):
         return value
-    if isinstance(value, list) and depth < DEEPEST:
+    if isinstance(value, list) and depth < MAX_ARGUMENT_DEPTH:
         return [_json_value(item, depth + 1) for item in value]
-    if isinstance(value, dict) and depth < DEEPEST:
+    if isinstance(value, dict) and depth < MAX_ARGUMENT_DEPTH:
         return {clean_text(key): _json_value(item, depth + 1) for key, item in value.items()}
     raise Unusable("tool calls that are not JSON")
 

@@ -49,7 +49,7 @@ class Protocol:
         self.think_close = self._control("think_close", close, target.think_close_id)
         end = target.end_token or tokenizer.eos_token
         self.end = self._control("end_token", end, target.end_token_id)
-        self.opener, self.closer = target.think_open, target.think_close
+        self.think_open_text, self.think_close_text = target.think_open, target.think_close
         self.control = control_tokens(tokenizer, (target.think_open, target.think_close, end))
         self.tool_ids = frozenset(id for name, id in self.control.items() if TOOL_NAME in name)
         names = "|".join(map(re.escape, sorted(self.control, key=len, reverse=True)))
@@ -120,14 +120,16 @@ class Protocol:
         if not self.quotes_control(messages):
             return self.backend.encode(self._render(messages, thinking), add_special_tokens=False).ids
         text = "".join(texts(messages))
-        wedge = next(c for c in map(chr, range(0xE000, 0xF900)) if c not in text)  # private use: no token, no template
-        rendered = self._render(map_text(messages, lambda t: self._marker_starts.sub(rf"\1{wedge}", t)), thinking)
+        separator = next(
+            c for c in map(chr, range(0xE000, 0xF900)) if c not in text
+        )  # private use: no token, no template
+        rendered = self._render(map_text(messages, lambda t: self._marker_starts.sub(rf"\1{separator}", t)), thinking)
         ids, at = [], 0
         for marker in self._markers.finditer(rendered):
-            ids += self.text_ids(rendered[at : marker.start()].replace(wedge, ""))
+            ids += self.text_ids(rendered[at : marker.start()].replace(separator, ""))
             ids.append(self.control[marker.group()])
             at = marker.end()
-        return ids + self.text_ids(rendered[at:].replace(wedge, ""))
+        return ids + self.text_ids(rendered[at:].replace(separator, ""))
 
     def quotes_control(self, messages: list[dict]) -> bool:
         """Whether a text inside the messages holds a control token's name. We keep it text; a server that tokenizes
@@ -146,11 +148,11 @@ class Protocol:
         """What every generation prompt ends with: the assistant's header and the opened, or empty, think block."""
         return self._tails[thinking]
 
-    def opener_in_prompt(self, prompt_ids: list[int]) -> bool:
+    def think_open_in_prompt(self, prompt_ids: list[int]) -> bool:
         """Whether the generation prompt leaves the reasoning open, so that the reply starts inside it."""
         return self.think_open is not None and self._last_marker(prompt_ids) == self.think_open
 
-    def closer_in_prompt(self, prompt_ids: list[int]) -> bool:
+    def think_close_in_prompt(self, prompt_ids: list[int]) -> bool:
         """Whether the generation prompt holds an empty block, so that the reply is content from its first token on."""
         return self.think_close is not None and self._last_marker(prompt_ids) == self.think_close
 
@@ -172,7 +174,7 @@ class Protocol:
         """Split what the target wrote into reasoning and content, by id."""
         ended = bool(output_ids) and output_ids[-1] == self.end
         body = output_ids[:-1] if ended else list(output_ids)
-        thinking = self.opener_in_prompt(prompt_ids)
+        thinking = self.think_open_in_prompt(prompt_ids)
         if body and self.think_open is not None and body[0] == self.think_open:
             body, thinking = body[1:], True
         if not thinking or self.think_close not in body:
@@ -187,7 +189,7 @@ class Protocol:
 
         No reasoning, content with a closing marker: a server without a reasoning parser; split at its first one.
         """
-        opened = self.opener_in_prompt(prompt_ids)
+        opened = self.think_open_in_prompt(prompt_ids)
         if not reasoning and content and self.think_open is not None:
             reasoning, content = self.split_text(content, opened)
         ids = []
@@ -202,10 +204,10 @@ class Protocol:
 
     def split_text(self, content: str, opened: bool) -> tuple[str | None, str | None]:
         """(reasoning, content) of a content that still carries its markers, one opener at most."""
-        if content.lstrip().startswith(self.opener):
-            content, opened = content.lstrip()[len(self.opener) :], True
-        if opened and self.closer in content:
-            reasoning, _, rest = content.partition(self.closer)
+        if content.lstrip().startswith(self.think_open_text):
+            content, opened = content.lstrip()[len(self.think_open_text) :], True
+        if opened and self.think_close_text in content:
+            reasoning, _, rest = content.partition(self.think_close_text)
             return reasoning, rest or None
         return (content, None) if opened else (None, content)
 
@@ -217,7 +219,9 @@ class Protocol:
         """
         said = [self.decode(ids) for ids in (reply.reasoning_ids, reply.content_ids)]
         got = [reasoning or "", content or ""]
-        whole = self.closer in got[1] and self.closer not in said[1]  # not parsed, and its opener dropped
+        whole = (
+            self.think_close_text in got[1] and self.think_close_text not in said[1]
+        )  # not parsed, and its opener dropped
         if not reasoning and not whole and (reply.closed or not content):
             said[0] = ""  # the server keeps the reasoning to itself: nothing to check
         if [text.strip() for text in said] == [text.strip() for text in got]:

@@ -167,8 +167,8 @@ def message(protocol: Protocol, form: str, reasoning: str | None, content: str |
     """The message of a reply in one of the forms that servers use."""
     written = {"role": "assistant", "content": content, "tool_calls": []}
     if form in ("content", "content_opened") and reasoning is not None:
-        opener = protocol.opener if form == "content_opened" else ""
-        closed = protocol.closer + content if content is not None else ""
+        opener = protocol.think_open_text if form == "content_opened" else ""
+        closed = protocol.think_close_text + content if content is not None else ""
         return written | {"content": opener + reasoning + closed}
     if form in ("reasoning", "both"):
         written["reasoning"] = reasoning

@@ -124,7 +124,7 @@ def test_each_turn_has_its_own_prompt(kimi):
 def test_instant_mode(kimi):
     """Case 5: header and empty block are prompt; a marker in the content is text of no consequence."""
     prompt = kimi.prompt_ids(question("q"), thinking=False)
-    assert prompt[-2:] == [OPEN, CLOSE] and not kimi.opener_in_prompt(prompt)
+    assert prompt[-2:] == [OPEN, CLOSE] and not kimi.think_open_in_prompt(prompt)
     assert kimi.reconstruct(prompt, None, "write </think>", "stop") == [*kimi.text_ids("write </think>"), END]
     assert kimi.split(prompt, [5, END]).content_ids == [5]
     assert kimi.prompt_tail(True)[-1] == OPEN and kimi.prompt_tail(False)[-2:] == [OPEN, CLOSE]
