@@ -107,10 +107,10 @@ def main() -> int:
         else:
             rounds = [plan_shards(todo, kind, settings.extract.shard_gib, next_index(manifest))] if todo else []
         for plans in rounds:
-            run.extractor = make_extractor(settings, aux_layers, sizes)
-            run.extractor.probe(next(reader.load(iter(plans[0].places))))
-            say(f"  extractor: {run.extractor.description}")
-            run.run(plans)
+            with make_extractor(settings, aux_layers, sizes) as run.extractor:
+                run.extractor.probe(next(reader.load(iter(plans[0].places))))
+                say(f"  extractor: {run.extractor.description}")
+                run.run(plans)
         return finish(settings, folder, manifest, run, reader, len(todo))
 
 

@@ -12,9 +12,14 @@ class ExtractError(Exception):
 
 
 class Extractor(Protocol):
-    """Computes states of whole streams."""
+    """Computes states of whole streams. A context manager: between enter and exit it may be probed and asked for
+    states; `description` is known from enter on. Exit ends requests in flight and frees what the extractor holds."""
 
     description: str
+
+    def __enter__(self) -> "Extractor": ...
+
+    def __exit__(self, *error) -> None: ...
 
     def probe(self, stream: Stream) -> None:
         """Assert with one short request that the states are this config's; raises UserError."""

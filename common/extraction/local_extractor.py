@@ -33,6 +33,12 @@ class LocalExtractor:
         self.device = self.model.device
         self.description = f"transformers in process on {self.device}, batches of {self.batch_tokens} tokens"
 
+    def __enter__(self) -> "LocalExtractor":
+        return self
+
+    def __exit__(self, *error) -> None:
+        """Nothing to close: the model is freed with this object."""
+
     def probe(self, stream: Stream) -> None:
         """Nothing to ask: the model was built from this config's own files."""
 

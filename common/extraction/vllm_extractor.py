@@ -12,6 +12,7 @@ import time
 import urllib.request
 from collections.abc import Iterable, Iterator
 from concurrent.futures import FIRST_COMPLETED, Future, ThreadPoolExecutor, wait
+from contextlib import ExitStack
 from dataclasses import dataclass
 from itertools import islice
 from pathlib import Path
@@ -57,18 +58,31 @@ class VllmExtractor:
     def __init__(self, target: Target, settings: Extract, aux_layers: tuple[int, ...], sizes: TargetSizes):
         self.target, self.settings, self.sizes = target, settings, sizes
         self.layers = [*aux_layers, sizes.layers]
-        options = {"api_key": "EMPTY", "max_retries": 0, "timeout": settings.extract_timeout_s}
-        urls = api_roots(settings.extract_urls, "extract.extract_urls")
-        self.servers = [Server(url, openai.OpenAI(base_url=url, **options)) for url in urls]
-        self.unnamed = [server.url for server in self.servers if not self._check_server(server)]
-        self.spool = Spool(Path(settings.spool))
-        self._check_spool()
         self.lock, self.failed_in_a_row = threading.Lock(), 0
-        self.description = f"vLLM at {', '.join(urls)}, {settings.extract_concurrency} in flight"
-        if self.unnamed:
+        self.description = ""
+
+    def __enter__(self) -> "VllmExtractor":
+        with ExitStack() as stack:
+            options = {"api_key": "EMPTY", "max_retries": 0, "timeout": self.settings.extract_timeout_s}
+            urls = api_roots(self.settings.extract_urls, "extract.extract_urls")
+            self.servers = [Server(url, stack.enter_context(openai.OpenAI(base_url=url, **options))) for url in urls]
+            unnamed = [server.url for server in self.servers if not self._check_server(server)]
+            self.spool = Spool(Path(self.settings.spool))
+            stack.callback(self.spool.close)
+            self._check_spool()
+            self.pool = ThreadPoolExecutor(self.settings.extract_concurrency)
+            stack.callback(self.pool.shutdown, wait=False, cancel_futures=True)
+            stack.callback(self.spool.stopped.set)  # first of all: a thread must not wait for a server that hangs
+            self._exit = stack.pop_all()
+        self.description = f"vLLM at {', '.join(urls)}, {self.settings.extract_concurrency} in flight"
+        if unnamed:
             self.description += (
-                f"; {', '.join(self.unnamed)} does not say which layers it extracts (VLLM_SERVER_DEV_MODE=1 makes it)"
+                f"; {', '.join(unnamed)} does not say which layers it extracts (VLLM_SERVER_DEV_MODE=1 makes it)"
             )
+        return self
+
+    def __exit__(self, *error) -> None:
+        self._exit.close()
 
     # ---- start-up ----
 
@@ -129,24 +143,16 @@ class VllmExtractor:
     def states(self, streams: Iterable[Stream]) -> Iterator[tuple[Stream, States | ExtractError]]:
         """States of each stream as it comes; at most `extract_concurrency` files lie in the spool."""
         streams, running = iter(streams), {}
-        pool = ThreadPoolExecutor(self.settings.extract_concurrency)
-        try:
-            while True:
-                for stream in islice(streams, self.settings.extract_concurrency - len(running)):
-                    running[pool.submit(self._fetch, stream)] = stream
-                if not running:
-                    return
-                done: set[Future] = wait(running, return_when=FIRST_COMPLETED).done
-                for future in done:
-                    stream, result = running.pop(future), future.result()
-                    self._watch(result)
-                    yield stream, result
-        finally:  # after Ctrl-C as well: nobody waits for a server that hangs
-            self.spool.stopped.set()
-            pool.shutdown(wait=not running, cancel_futures=True)
-            for server in self.servers:
-                server.client.close()
-            self.spool.close()
+        while True:
+            for stream in islice(streams, self.settings.extract_concurrency - len(running)):
+                running[self.pool.submit(self._fetch, stream)] = stream
+            if not running:
+                return
+            done: set[Future] = wait(running, return_when=FIRST_COMPLETED).done
+            for future in done:
+                stream, result = running.pop(future), future.result()
+                self._watch(result)
+                yield stream, result
 
     def _watch(self, result: States | ExtractError) -> None:
         """The circuit breaker: a dead server must not turn a night's samples into failures."""

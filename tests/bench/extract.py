@@ -135,7 +135,8 @@ def vllm_ratio(bench: Bench, repeats: int, url: str) -> float:
         return time.perf_counter() - started
 
     def ours() -> float:
-        return bench.loop(VllmExtractor(bench.target, bench.settings, bench.aux, bench.sizes))
+        with VllmExtractor(bench.target, bench.settings, bench.aux, bench.sizes) as extractor:
+            return bench.loop(extractor)
 
     bare()  # the server's first requests are slower
     return compare("vLLM", bench.tokens, repeats, bare, ours)

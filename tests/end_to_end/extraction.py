@@ -42,9 +42,9 @@ def prompts(text: list[int]) -> list[list[int]]:
 def ask(extract: Extract, target: Target, prompts: list[list[int]]) -> list[States]:
     """The states of each prompt, in the prompts' order, through stage 02's client."""
     sizes = read_sizes(target)
-    extractor = VllmExtractor(target, extract, sizes.aux_layers(extract.aux_layers), sizes)
     streams = [Stream(str(i), array("i", ids), array("B", bytes(len(ids)))) for i, ids in enumerate(prompts)]
-    found = {int(stream.id): states for stream, states in extractor.states(streams)}
+    with VllmExtractor(target, extract, sizes.aux_layers(extract.aux_layers), sizes) as extractor:
+        found = {int(stream.id): states for stream, states in extractor.states(streams)}
     failed = [str(states) for states in found.values() if isinstance(states, ExtractError)]
     if failed:
         raise ExtractError("; ".join(failed))

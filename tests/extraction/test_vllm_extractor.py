@@ -3,6 +3,7 @@
 import fcntl
 import os
 import time
+from collections.abc import Iterator
 
 import pytest
 import torch
@@ -26,8 +27,13 @@ def quick(monkeypatch):
     monkeypatch.setattr("common.extraction.spool.FILE_GRACE_S", 0.05)
 
 
+def results(made: VllmExtractor, streams: list[Stream]) -> Iterator[tuple[Stream, States | ExtractError]]:
+    with made:
+        yield from made.states(streams)
+
+
 def fetch(made: VllmExtractor, streams: list[Stream]) -> dict[str, States | ExtractError]:
-    return {stream.id: result for stream, result in made.states(streams)}
+    return {stream.id: result for stream, result in results(made, streams)}
 
 
 def assert_right(found: States, stream: Stream) -> None:
@@ -96,7 +102,7 @@ def test_what_another_try_cannot_mend_is_asked_once(server, spool, fault, said):
 @pytest.mark.parametrize(("fault", "said"), [("nan", "aux states are not finite"), ("constant", "same at every token")])
 def test_states_that_make_no_sense_are_found(server, spool, fault, said):
     server.behave = lambda number, ids: fault
-    [(_, states)] = extractor(server, spool=spool).states([stream(0)])
+    [(_, states)] = results(extractor(server, spool=spool), [stream(0)])
     assert said in find_fault(stream(0), states, KIND)
 
 
@@ -106,7 +112,7 @@ def test_states_that_make_no_sense_are_found(server, spool, fault, said):
 def test_a_lock_that_is_held_is_waited_for(server, spool):
     server.behave, server.held_s = lambda number, ids: "held", 0.6
     started = time.monotonic()
-    [(_, states)] = extractor(server, spool=spool).states([stream(0)])
+    [(_, states)] = results(extractor(server, spool=spool), [stream(0)])
     assert_right(states, stream(0))
     assert 0.6 <= time.monotonic() - started < 3 and list(spool.iterdir()) == []
 
@@ -115,7 +121,7 @@ def test_a_lock_that_is_never_released_meets_the_deadline(server, spool):
     server.behave, server.held_s = lambda number, ids: "held" if ids[0] == 1 else None, 1.0
     made = extractor(server, spool=spool, extract_timeout_s=0.3, extract_retries=1, extract_concurrency=2)
     started, found = time.monotonic(), {}
-    for s, result in made.states([stream(n) for n in range(4)]):
+    for s, result in results(made, [stream(n) for n in range(4)]):
         found[s.id] = result
     assert "is still held at the deadline" in str(found["s1"])
     assert sum(isinstance(result, States) for result in found.values()) == 3
@@ -123,7 +129,7 @@ def test_a_lock_that_is_never_released_meets_the_deadline(server, spool):
     for writer in server.writers:
         writer.join()
     assert list(spool.glob("*.safetensors"))  # came after all, when nobody waited
-    [(_, states)] = extractor(server, spool=spool).states([stream(2)])
+    [(_, states)] = results(extractor(server, spool=spool), [stream(2)])
     assert_right(states, stream(2))
     assert list(spool.iterdir()) == []  # swept by the next run
 
@@ -140,7 +146,7 @@ def test_a_file_that_comes_too_late_is_deleted_by_the_same_run(server, spool):
 def test_a_lock_that_never_appears(server, spool):
     server.behave = lambda number, ids: "no lock"
     made = extractor(server, spool=spool, extract_timeout_s=0.2, extract_retries=0)
-    [(_, problem)] = made.states([stream(0)])
+    [(_, problem)] = results(made, [stream(0)])
     assert "never appeared at the deadline" in str(problem)
 
 
@@ -172,7 +178,7 @@ def test_a_dead_server_stops_the_run(server, spool):
     made = extractor(server, spool=spool, extract_retries=1, extract_breaker=5)
     seen = []
     with pytest.raises(SafetyStop, match=r"5 samples failed in a row.*APIConnectionError.*rerun to go on"):
-        for s, result in made.states([stream(n) for n in range(40)]):
+        for s, result in results(made, [stream(n) for n in range(40)]):
             seen.append((s, result))
             server.stop()
     assert sum(isinstance(result, States) for _, result in seen) >= 1 and len(seen) < 20
@@ -182,7 +188,7 @@ def test_a_dead_server_stops_the_run(server, spool):
 def test_a_server_that_comes_back_loses_nothing(server, spool):
     made = extractor(server, spool=spool, extract_retries=60)
     found = {}
-    for s, result in made.states([stream(n) for n in range(20)]):
+    for s, result in results(made, [stream(n) for n in range(20)]):
         found[s.id] = result
         if len(found) == 5:
             server.stop()
@@ -194,7 +200,7 @@ def test_a_server_that_comes_back_loses_nothing(server, spool):
 def test_one_of_two_servers_dies(server, spool):
     with ExtractionServer(spool, states_of) as other:
         found = {}
-        for s, result in extractor(server, other, spool=spool).states([stream(n) for n in range(40)]):
+        for s, result in results(extractor(server, other, spool=spool), [stream(n) for n in range(40)]):
             found[s.id] = result
             if len(found) == 6:
                 other.stop()
