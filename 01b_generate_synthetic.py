@@ -21,14 +21,13 @@ from common.generation.work import Planner, input_fingerprint
 from common.pipeline.command_line import Settings, load_settings
 from common.pipeline.console import say, table
 from common.pipeline.errors import TooManyFailures, UserError, guarded
-from common.pipeline.jsonl import JsonlParts
+from common.pipeline.jsonl import JSONL_TOKEN_BYTES, JsonlParts
 from common.pipeline.manifest import MANIFEST, SYNTHETIC, Manifest, check_fingerprint, open_stage, stage_lock
 from common.pipeline.node_share import HELP, Part, parse_part, stage_folder
 from common.questions.questions import QuestionStream
 from common.target.protocol import Protocol, load_protocol
 
 STAGE = SYNTHETIC
-BYTES_A_TOKEN = 12  # of JSONL: the id and the text that it stands for
 
 
 def main() -> int:
@@ -168,7 +167,10 @@ def dry_run(settings: Settings, folder: Path, part: Part) -> int:
             ("samples", f"{counts.planned} wanted, {counts.planned - missing} there already, {missing} to generate"),
             ("skipped rows", listed(counts.skipped)),
             ("tokens", f"at most {most:,} ({g.max_tokens:,} a reply){likely}"),
-            ("disk", f"at most {most * BYTES_A_TOKEN / 2**30:.2f} GiB of JSONL ({BYTES_A_TOKEN} bytes a token)"),
+            (
+                "disk",
+                f"at most {most * JSONL_TOKEN_BYTES / 2**30:.2f} GiB of JSONL ({JSONL_TOKEN_BYTES} bytes a token)",
+            ),
             ("time", f"about {missing * mean_s / lanes / 60:.1f} min" if mean_s else "known after the first samples"),
         ]
     )

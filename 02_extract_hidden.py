@@ -68,7 +68,8 @@ def main() -> int:
     if not places and (part.count == 1 or reader.rejected):
         raise UserError(f"{source} holds no usable record ({dict(reader.rejected) or 'it is empty'}); run 01b first")
 
-    from common.dataset.shards import Shard, ShardKind
+    from common.dataset.shard_layout import ShardKind
+    from common.dataset.shards import Shard
     from common.extraction.disk_budget import open_window, planned_lines, rounds_to_come
     from common.extraction.loop import Extraction, plan_shards
     from common.extraction.on_policy import OnPolicyCheck

@@ -11,6 +11,7 @@ import torch
 from torch import Tensor
 
 from common.dataset.index import Index
+from common.dataset.loss_positions import LossPositions, loss_positions
 from common.dataset.shards import Shard
 
 PACK_WINDOW = 512  # sequences that are packed together by length; whole epochs would put equal lengths side by side
@@ -26,9 +27,14 @@ class Pack:
     last_hidden: Tensor  # bf16 [T, H], before the target's final norm
     offsets: Tensor  # int64 [n+1], document borders, on the CPU
     ids: list[str]  # sample ids, for messages
+    loss_positions: LossPositions | None = None  # computed from mask and offsets: once, by the thread that reads ahead
+
+    def __post_init__(self):
+        if self.loss_positions is None:
+            self.loss_positions = loss_positions(self.loss_mask, self.offsets)
 
     def to(self, device: str) -> "Pack":
-        """The same pack with its tensors on `device`, except the offsets."""
+        """The same pack with its tensors on `device`, except the offsets and loss positions."""
         names = ("input_ids", "loss_mask", "aux_hidden", "last_hidden")
         return replace(self, **{name: getattr(self, name).to(device, non_blocking=True) for name in names})
 

@@ -18,39 +18,13 @@ import torch
 from safetensors import SafetensorError, safe_open
 from torch import Tensor
 
+from common.dataset.shard_layout import ShardKind, shard_header
 from common.dataset.stream import Stream
 from common.pipeline.errors import UserError
 from common.pipeline.files import sync
 from common.pipeline.manifest import FORMAT_VERSION
 
-STORE_DTYPES = {"bf16": ("BF16", 2), "fp8": ("F8_E4M3", 1)}
 FP8_MAX = 448.0
-
-
-@dataclass(frozen=True)
-class ShardKind:
-    """What all shards of a run share; stands in every shard's metadata."""
-
-    target: str
-    target_digest: str
-    hidden_size: int
-    aux_layers: tuple[int, ...]  # as vLLM counts: the input of layer k
-    store_dtype: str = "bf16"
-
-    def metadata(self) -> dict[str, str]:
-        values = vars(self) | {"aux_layers": list(self.aux_layers), "format": FORMAT_VERSION}
-        return {key: json.dumps(value) for key, value in values.items()}
-
-    def shard_metadata(self, streams: list[Stream]) -> dict[str, str]:
-        """The metadata of a shard of these streams, their facts among it."""
-        facts = [{"id": stream.id, **stream.facts} for stream in streams]
-        return self.metadata() | {"sequences": json.dumps(facts)}
-
-    def bytes_per_token(self) -> int:
-        """Bytes that one token takes in a shard."""
-        aux = len(self.aux_layers)
-        scale = 4 * aux if self.store_dtype == "fp8" else 0
-        return self.hidden_size * (aux * STORE_DTYPES[self.store_dtype][1] + 2) + scale + 5
 
 
 @dataclass(frozen=True)
@@ -70,7 +44,7 @@ class ShardWriter:
         self.offsets = torch.tensor([0] + [len(s) for s in streams]).cumsum(0)
         self.waiting = {stream.id: i for i, stream in enumerate(streams)}
         self.lost: set[int] = set()
-        header, self.starts, size = _header(kind, streams, int(self.offsets[-1]))
+        header, self.starts, size = shard_header(kind, streams)
         self.file = os.open(self.temporary, os.O_RDWR | os.O_CREAT | os.O_TRUNC, 0o644)
         os.truncate(self.file, size)
         self._put(0, header)
@@ -128,7 +102,7 @@ class ShardWriter:
     def _copy(self, source, starts: dict[str, int], row: int, stream: Stream) -> None:
         """Copy one sequence's rows out of another shard file of the same kind."""
         to = int(self.offsets[self.waiting.pop(stream.id)])
-        for name, width in _widths(self.kind).items():
+        for name, width in self.kind.row_bytes().items():
             source.seek(starts[name] + row * width)
             self._put(self.starts[name] + to * width, source.read(len(stream) * width))
 
@@ -182,11 +156,6 @@ class Shard:
         return self.read("input_ids", *span), self.read("loss_mask", *span), states
 
 
-def shard_bytes(kind: ShardKind, streams: list[Stream]) -> int:
-    """The size of the file that holds these streams with their states."""
-    return _header(kind, streams, sum(map(len, streams)))[2]
-
-
 def to_fp8(aux: Tensor, layers: int) -> tuple[Tensor, Tensor]:
     """(float8_e4m3fn [T, A*H], float32 scale [T, A]) of bf16 [T, A*H]: each token and layer fills fp8's range."""
     blocks = aux.float().view(len(aux), layers, -1)
@@ -198,39 +167,6 @@ def from_fp8(aux: Tensor, scale: Tensor) -> Tensor:
     """bf16 [T, A*H] of what `to_fp8` stored."""
     blocks = aux.float().view(*scale.shape, -1) * scale[..., None]
     return blocks.view(aux.shape).to(torch.bfloat16)
-
-
-def _widths(kind: ShardKind) -> dict[str, int]:
-    """Bytes a token of each tensor with a row a token."""
-    aux, hidden = len(kind.aux_layers), kind.hidden_size
-    widths = {"input_ids": 4, "loss_mask": 1, "aux_hidden": aux * hidden * STORE_DTYPES[kind.store_dtype][1]}
-    return widths | ({"aux_scale": 4 * aux} if kind.store_dtype == "fp8" else {}) | {"last_hidden": 2 * hidden}
-
-
-def _header(kind: ShardKind, streams: list[Stream], tokens: int) -> tuple[bytes, dict[str, int], int]:
-    """(header bytes, byte place of each tensor, file size); safetensors: u64 length, JSON, data."""
-    aux, hidden = len(kind.aux_layers), kind.hidden_size
-    layout = {
-        "offsets": ("I64", [len(streams) + 1], 8 * (len(streams) + 1)),
-        "aux_hidden": (STORE_DTYPES[kind.store_dtype][0], [tokens, aux * hidden], 0),
-        "last_hidden": ("BF16", [tokens, hidden], 0),
-        "aux_scale": ("F32", [tokens, aux], 0),
-        "input_ids": ("I32", [tokens], 0),
-        "loss_mask": ("U8", [tokens], 0),
-    }
-    widths = _widths(kind)
-    header: dict = {"__metadata__": kind.shard_metadata(streams)}
-    places, at = {}, 0
-    for name, (dtype, shape, size) in layout.items():
-        if name != "offsets" and name not in widths:
-            continue
-        size = size or tokens * widths[name]
-        header[name] = {"dtype": dtype, "shape": shape, "data_offsets": [at, at + size]}
-        places[name], at = at, at + size
-    text = json.dumps(header).encode()
-    text += b" " * (-len(text) % 8)
-    start = 8 + len(text)
-    return len(text).to_bytes(8, "little") + text, {name: start + place for name, place in places.items()}, start + at
 
 
 def _bytes(tensor: Tensor):

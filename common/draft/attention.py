@@ -15,23 +15,13 @@ Shapes: P query rows (all runs, end to end), T key rows (all documents, end to e
 d query and key width, dv value width, n and L queries and keys of a block.
 """
 
-from typing import NamedTuple
-
 import torch
 import torch.nn.functional as F
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 
+from common.dataset.loss_positions import LossRun
 from common.draft.kernels import fused, wide
-
-
-class Run(NamedTuple):
-    """Neighbouring loss positions of one document."""
-
-    query: int  # first of its rows among the P
-    length: int
-    row: int  # the same position among the T
-    document: int  # where its document starts among the T
 
 
 @fused(varying=(0, 1))
@@ -46,7 +36,7 @@ class CpuKernel:
 
     BLOCK = 256  # queries: smaller ones skip more of what is masked, larger ones make better products
 
-    def __init__(self, runs: list[Run], device: torch.device):
+    def __init__(self, runs: list[LossRun], device: torch.device):
         self.blocks = [
             (
                 slice(run.query + start, run.query + min(start + self.BLOCK, run.length)),
@@ -116,7 +106,7 @@ class CpuKernel:
 class CudaKernel:
     """aten's FlashAttention for variable lengths: one call for all runs; causal masks are aligned at the last keys."""
 
-    def __init__(self, runs: list[Run], device: torch.device):
+    def __init__(self, runs: list[LossRun], device: torch.device):
         lengths = torch.tensor([run.length for run in runs])
         key_lengths = torch.tensor([run.row + run.length - run.document for run in runs])
         rows = torch.cat([torch.arange(run.document, run.row + run.length) for run in runs])
@@ -141,7 +131,7 @@ class CudaKernel:
         return dq, dk.to(k.dtype), dv.to(v.dtype)
 
 
-def attention_kernel(runs: list[Run], device: torch.device) -> "CpuKernel | CudaKernel":
+def attention_kernel(runs: list[LossRun], device: torch.device) -> "CpuKernel | CudaKernel":
     """The kernel for these runs: made once a pack, used by all of its steps. No runs, nothing to compute: the CPU's."""
     return (CudaKernel if device.type == "cuda" and runs else CpuKernel)(runs, device)
 

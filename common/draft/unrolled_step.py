@@ -19,8 +19,9 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+from common.dataset.loss_positions import LossRun
 from common.dataset.packs import Pack
-from common.draft.attention import Run, attention_kernel, merged_attention
+from common.draft.attention import attention_kernel, merged_attention
 from common.draft.head_loss import argmax, head_loss
 from common.draft.kernels import Weight, compile_bodies, keep_freed_memory, rms_norm, take_rows, wide
 from common.draft.network import Draft, rope_frequencies
@@ -38,40 +39,6 @@ class StepResult(NamedTuple):
     right_token: Tensor  # bool [K, P] the draft's choice is the stream's own token x_{i+2+s}
     right_argmax: Tensor  # bool [K, P] the draft's choice is the target's, over the full vocabulary
     live: Tensor  # bool [K, P] position belongs to P_s
-
-
-class LossPositions(NamedTuple):
-    positions: Tensor  # int64 [P] flat indices of P_0, on the CPU as all here
-    room: Tensor  # int64 [P] how many neighbours from here on, itself included: position is in P_s where room > s
-    counts: Tensor  # int64 [K] |P_s|
-    runs: list[Run]
-
-    def live(self, steps: int) -> Tensor:
-        """bool [K, P]"""
-        return self.room > torch.arange(steps).unsqueeze(1)
-
-
-def loss_positions(loss_mask: Tensor, offsets: Tensor, steps: int) -> LossPositions:
-    """The sets P_s from data alone, so that ranks can add up their counts before the forward."""
-    mask, tokens = loss_mask.cpu().bool(), loss_mask.numel()
-    inside = torch.zeros(tokens, dtype=torch.bool)
-    inside[:-1] = mask[1:]
-    starts, ends = offsets[:-1], offsets[1:]
-    for back in (1, 2):  # the last two positions of a document have no x_{i+2}
-        inside[torch.maximum(ends - back, starts)[ends > starts]] = False
-    positions = inside.nonzero().squeeze(1)
-    rows = torch.arange(positions.numel())
-    first = torch.ones_like(rows, dtype=torch.bool)
-    first[1:] = positions.diff() > 1  # true between documents too, as the last two positions are never inside
-    begins = first.nonzero().squeeze(1)
-    lengths = F.pad(begins, (0, 1), value=positions.numel()).diff()
-    room = (begins + lengths).repeat_interleave(lengths) - rows
-    documents = starts[torch.searchsorted(ends, positions[begins], right=True)]
-    runs = [
-        Run(*run) for run in zip(*(x.tolist() for x in (begins, lengths, positions[begins], documents)), strict=True)
-    ]
-    counts = (room > torch.arange(steps).unsqueeze(1)).sum(1)
-    return LossPositions(positions, room, counts, runs)
 
 
 class Targets(NamedTuple):
@@ -157,7 +124,7 @@ class UnrolledStep(nn.Module):
         angles = positions.unsqueeze(1) * self.frequencies
         return tuple((x * self.rotary_factor).to(wide(self.dtype)) for x in (angles.cos(), angles.sin()))
 
-    def _unroll(self, pack: Pack, positions: Tensor, runs: list[Run]) -> tuple[Tensor, Weight]:
+    def _unroll(self, pack: Pack, positions: Tensor, runs: list[LossRun]) -> tuple[Tensor, Weight]:
         """-> what the head reads [K, P, H], and the head"""
         draft, layer, attention = self.draft, self.draft.midlayer, self.draft.midlayer.self_attn
         weights, columns, count = draft.cast(self.dtype), attention.query_columns, positions.numel()
@@ -196,8 +163,8 @@ class UnrolledStep(nn.Module):
     def forward(self, pack: Pack, counts: Tensor | None = None) -> StepResult:
         """`counts` [K] of all ranks and accumulated packs together, where the loss is to be a mean over all of them."""
         device, steps = pack.input_ids.device, self.steps
-        plan = loss_positions(pack.loss_mask, pack.offsets, steps)
-        positions, live = plan.positions.to(device), plan.live(steps).to(device)
+        pack_counts, runs = pack.loss_positions.counts(steps), pack.loss_positions.runs
+        positions, live = pack.loss_positions.positions.to(device), pack.loss_positions.in_step(steps).to(device)
         targets = self.targets(pack.last_hidden[positions + 1])
 
         def shifted(x: Tensor) -> Tensor:
@@ -205,10 +172,10 @@ class UnrolledStep(nn.Module):
             padded = F.pad(x, (0, steps - 1))
             return torch.stack([padded[s : s + len(x)] for s in range(steps)])
 
-        divisor = (plan.counts if counts is None else counts).to(device).clamp(min=1)
+        divisor = (pack_counts if counts is None else counts).to(device).clamp(min=1)
         scale = self.loss_weights(steps).to(device, wide(self.dtype)) / divisor
         with_loss = live & shifted(targets.inside) if self.mask_outside_vocab else live
-        hidden, head = self._unroll(pack, positions, plan.runs)
+        hidden, head = self._unroll(pack, positions, runs)
         loss, losses, choice = head_loss(hidden, head, targets.probabilities, with_loss * scale.unsqueeze(1))
 
         if self.draft_to_target is not None:
@@ -216,7 +183,7 @@ class UnrolledStep(nn.Module):
         return StepResult(
             loss=loss,
             loss_sums=losses.sum(1),
-            counts=plan.counts.to(device),
+            counts=pack_counts.to(device),
             positions=positions,
             right_token=live & (choice == shifted(pack.input_ids[positions + 2])),
             right_argmax=live & (choice == shifted(targets.choice)),

@@ -13,7 +13,8 @@ from safetensors.torch import save_file
 
 from common.dataset.disk_budget import PLAN, SPLIT, STAGE, Window, find_window, parse_size, plan_rounds, window_lines
 from common.dataset.index import held_out
-from common.dataset.shards import Shard, ShardKind, shard_bytes
+from common.dataset.shard_layout import ShardKind, shard_bytes
+from common.dataset.shards import Shard
 from common.dataset.stream import Stream
 from common.extraction.loop import ShardPlan, plan_shards
 from common.extraction.streams import Place, StreamReader

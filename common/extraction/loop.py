@@ -12,7 +12,8 @@ from pathlib import Path
 
 import torch
 
-from common.dataset.shards import Shard, ShardKind, ShardWriter, States
+from common.dataset.shard_layout import ShardKind
+from common.dataset.shards import Shard, ShardWriter, States
 from common.dataset.stream import Stream
 from common.extraction.extractor import ExtractError, Extractor
 from common.extraction.on_policy import OnPolicyCheck

@@ -9,7 +9,6 @@ from typing import NamedTuple
 
 GB, GIB = 1e9, 2**30
 LOW, MASTER = 2, 4  # bytes of bf16, and of float32 masters
-JSONL_BYTES = 12  # of stage 01b, a token: the id and the text that it stands for
 TARGET_LOGITS = (
     32 * 1024 * 1024
 )  # common/draft/unrolled_step.py and head_loss.py: full-vocabulary logits at a time, rows of a chunk
@@ -171,12 +170,6 @@ def on_a_gpu(parts: dict[str, float]) -> float:
 
 
 # ---- disk ----
-
-
-def state_bytes(hidden: int, aux: int, store_dtype: str = "bf16") -> int:
-    """Bytes of one token in a shard: bf16 2 H (A + 1), or fp8 H (A + 2) and A scales of 4; ids and mask 5."""
-    per_aux = 1 if store_dtype == "fp8" else 2
-    return hidden * (aux * per_aux + 2) + 4 * aux * (store_dtype == "fp8") + 5
 
 
 def checkpoint_bytes(draft, train_embedding: bool = False, train_head: bool = True) -> float:

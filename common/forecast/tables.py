@@ -8,12 +8,14 @@ has the arithmetic.
 import os
 from typing import NamedTuple
 
+from common.dataset.shard_layout import bytes_per_token
 from common.forecast import arithmetic as plan
 from common.forecast.arithmetic import GB, GIB, GPUS
 from common.pipeline.command_line import Settings
 from common.pipeline.console import say, table
 from common.pipeline.errors import UserError
 from common.pipeline.files import read_json
+from common.pipeline.jsonl import JSONL_TOKEN_BYTES
 from common.pipeline.manifest import DATASET, DRAFT, HIDDEN, MANIFEST, SYNTHETIC
 from common.target.sizes import planned_sizes
 
@@ -93,14 +95,14 @@ def _trained(settings: Settings, load: Load) -> tuple[float, float]:
 def _disk(settings: Settings, sizes, load: Load, draft) -> list[tuple[str, str]]:
     f = settings.file
     tokens = load.samples * _extracted(settings, load)
-    a_token = plan.state_bytes(sizes.hidden_size, draft.num_aux, f["extract"].store_dtype)
+    a_token = bytes_per_token(sizes.hidden_size, draft.num_aux, f["extract"].store_dtype)
     written = load.samples * (load.prompt + load.output)
     head = 2 * (2 * sizes.vocab_size + 1) * sizes.hidden_size
     kept = f["train"].keep_checkpoints + 1
     checkpoint = plan.checkpoint_bytes(draft, f["train"].train_embedding, f["train"].train_head)
     return [
         ("tokens", f"{written:,.0f} = {load.samples:,} x ({load.prompt:,.0f} prompt + {load.output:,.0f} reply)"),
-        (SYNTHETIC, f"{written * plan.JSONL_BYTES / GB:,.2f} GB = tokens x {plan.JSONL_BYTES} bytes of JSONL"),
+        (SYNTHETIC, f"{written * JSONL_TOKEN_BYTES / GB:,.2f} GB = tokens x {JSONL_TOKEN_BYTES} bytes of JSONL"),
         (HIDDEN, f"{tokens * a_token / GB:,.1f} GB = {tokens:,.0f} tokens x {a_token:,} bytes"),
         (DATASET, f"{head / GB:.2f} GB: the target's norm, head and embedding in bf16; no states"),
         (DRAFT, f"{(kept * checkpoint + plan.export_bytes(draft)) / GB:.1f} GB = {kept} checkpoints x "
@@ -142,7 +144,7 @@ def _train_flops(settings: Settings, load: Load, draft, steps: int = 0) -> float
 def _hours(settings: Settings, sizes, load: Load, draft) -> list[tuple[str, str]]:
     f, p, known = settings.file, settings.file["plan"], settings.file["sizes"]
     extracted = load.samples * _extracted(settings, load)
-    states = extracted * plan.state_bytes(sizes.hidden_size, draft.num_aux, f["extract"].store_dtype)
+    states = extracted * bytes_per_token(sizes.hidden_size, draft.num_aux, f["extract"].store_dtype)
     train, extract = _train_flops(settings, load, draft), 2e9 * known.active_b * extracted
     rows = [
         ("FLOPs", f"extraction {extract:.2e} = tokens x 2 x {known.active_b:g}e9 active weights; training {train:.2e} "

@@ -7,6 +7,8 @@ from pathlib import Path
 
 from common.pipeline.errors import UserError
 
+JSONL_TOKEN_BYTES = 12  # of a record of stage 01b: the token id and its text
+
 
 def repair_jsonl(path: Path) -> int:
     """Cut a torn last line off; returns the bytes removed. Only a kill in the middle of a write leaves one."""

@@ -8,7 +8,6 @@ from torch import Tensor
 
 from common.dataset.index import TRAIN
 from common.dataset.packs import Pack, Packs, one_ahead
-from common.draft.unrolled_step import loss_positions
 from common.pipeline.errors import SafetyStop
 from common.pipeline.settings import Train
 from common.training.ranks import Ranks
@@ -65,7 +64,7 @@ def prefetched(packs: Packs, wanted: Iterator[list[list[int]]], device: str) -> 
 
 def global_counts(batch: list[Pack], steps: int, ranks: Ranks) -> Tensor:
     """Loss positions int64 [K] of an optimizer step over its packs and ranks; raises SafetyStop when there are none."""
-    counts = torch.stack([loss_positions(p.loss_mask, p.offsets, steps).counts for p in batch]).sum(0)
+    counts = torch.stack([p.loss_positions.counts(steps) for p in batch]).sum(0)
     counts = ranks.sum(counts)
     if counts[0] == 0:
         raise SafetyStop(f"a batch without a supervised token: samples {', '.join(id for p in batch for id in p.ids)}")

@@ -7,7 +7,7 @@ from torch import Tensor
 
 from common.dataset.index import HELD_OUT, TRAIN
 from common.dataset.packs import Pack, Packs
-from common.draft.unrolled_step import UnrolledStep, loss_positions
+from common.draft.unrolled_step import UnrolledStep
 from common.target.protocol import Protocol
 from common.target.sample_view import parts
 from common.training.acceptance import Bigram, ReplySteps, accepted_rows, measure
@@ -94,7 +94,7 @@ def bigram_floor(packs: Packs, held_out: HeldOut, vocab_size: int, steps: int) -
     bigram = Bigram(vocab_size, packs.token_pairs(TRAIN))
     replies = []
     for pack in held_out.packs.ahead(held_out.plan):
-        positions = loss_positions(pack.loss_mask, pack.offsets, steps).positions
+        positions = pack.loss_positions.positions
         ends = pack.offsets[1:][torch.searchsorted(pack.offsets[1:], positions, right=True)]
         right = bigram.steps(pack.input_ids, 0, len(pack.input_ids), steps)[:, positions]
         inside = positions + 2 + torch.arange(steps)[:, None] < ends
@@ -109,7 +109,7 @@ def sample_views(
     views = []
     for rows, pack_replies in zip(held_out.plan, replies, strict=True):
         pack = held_out.packs.load(rows)
-        positions = loss_positions(pack.loss_mask, pack.offsets, 1).positions
+        positions = pack.loss_positions.positions
         for number, reply in enumerate(pack_replies):
             if len(views) == count:
                 return views

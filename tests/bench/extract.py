@@ -29,7 +29,7 @@ os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")
 
 import torch  # noqa: E402
 
-from common.dataset.shards import ShardKind  # noqa: E402
+from common.dataset.shard_layout import ShardKind  # noqa: E402
 from common.extraction.local_extractor import LocalExtractor  # noqa: E402
 from common.extraction.loop import Extraction, plan_shards  # noqa: E402
 from common.extraction.on_policy import OnPolicyCheck  # noqa: E402

@@ -21,7 +21,8 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
 from common.dataset.draft_vocabulary import choose_tokens, coverage_table
 from common.dataset.index import HELD_OUT, TRAIN, Index, IndexBuilder
 from common.dataset.packs import Packs
-from common.dataset.shards import Shard, ShardKind, ShardWriter, States
+from common.dataset.shard_layout import ShardKind
+from common.dataset.shards import Shard, ShardWriter, States
 from common.dataset.stream import Stream
 from common.pipeline.settings import Dataset
 

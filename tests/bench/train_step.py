@@ -24,7 +24,7 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
 from common.dataset.packs import Pack
 from common.draft.config import DraftConfig
 from common.draft.network import Draft
-from common.draft.unrolled_step import StepResult, UnrolledStep, loss_positions
+from common.draft.unrolled_step import StepResult, UnrolledStep
 from common.training.utilisation import StepFlops
 
 SMOLLM2 = DraftConfig("llama", 576, 1536, 9, 3, 64, vocab_size=49152, draft_vocab_size=8192)
@@ -87,7 +87,7 @@ def ours(arguments: argparse.Namespace) -> dict:
         arguments_ = (draft, torch.ones(config.hidden_size), 1e-5, head, kept, arguments.steps)
         step = UnrolledStep(*arguments_, compiled=not arguments.eager)
     pack = make_pack(config, arguments.tokens, arguments.document_tokens, arguments.supervised)
-    positions = loss_positions(pack.loss_mask, pack.offsets, arguments.steps).positions
+    positions = pack.loss_positions.positions
     flops = StepFlops(draft).of(pack.offsets, positions, arguments.steps)
     pack = pack.to(arguments.device)
     trained = [p for p in step.parameters() if p.requires_grad]

@@ -10,7 +10,8 @@ from hypothesis import strategies as st
 
 from common.dataset.index import HELD_OUT, TRAIN, Index, IndexBuilder, held_out
 from common.dataset.packs import Packs, plan_packs
-from common.dataset.shards import Shard, ShardKind, ShardWriter, States
+from common.dataset.shard_layout import ShardKind
+from common.dataset.shards import Shard, ShardWriter, States
 from common.dataset.stream import Stream
 from common.pipeline.errors import UserError
 from common.pipeline.settings import Dataset

@@ -10,7 +10,8 @@ from hypothesis import strategies as st
 from safetensors import safe_open
 from safetensors.torch import load_file, save_file
 
-from common.dataset.shards import Shard, ShardKind, ShardWriter, States, from_fp8, to_fp8
+from common.dataset.shard_layout import ShardKind
+from common.dataset.shards import Shard, ShardWriter, States, from_fp8, to_fp8
 from common.dataset.stream import Stream
 from common.pipeline.errors import UserError
 

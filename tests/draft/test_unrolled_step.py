@@ -1,6 +1,7 @@
 """The fast unrolled step against the slow definition in tests/support/reference.py: values and gradients."""
 
 import math
+from dataclasses import replace
 
 import pytest
 import torch
@@ -8,7 +9,7 @@ import torch
 from common.dataset.packs import Pack
 from common.draft.config import DraftConfig
 from common.draft.network import Draft
-from common.draft.unrolled_step import UnrolledStep, loss_positions
+from common.draft.unrolled_step import UnrolledStep
 from tests.support import reference
 
 HIDDEN, AUX = 16, 3
@@ -206,7 +207,7 @@ def test_counts_make_two_packs_as_good_as_one():
     border, offsets = int(case.pack.offsets[2]), case.pack.offsets
     parts = ((slice(0, border), offsets[:3]), (slice(border, None), offsets[2:] - border))
     halves = [Pack(*(x[rows] for x in tensors(case.pack)), offsets=borders, ids=[]) for rows, borders in parts]
-    counts = sum(loss_positions(half.loss_mask, half.offsets, case.steps).counts for half in halves)
+    counts = sum(half.loss_positions.counts(case.steps) for half in halves)
     assert counts.tolist() == whole.counts.tolist()
     loss, total = 0.0, {name: torch.zeros_like(gradient) for name, gradient in expected.items()}
     for half in halves:
@@ -224,12 +225,12 @@ def tensors(pack: Pack):
 
 def test_case_22_prompt_border_and_right_edge():
     """4 prompt + 3 answer tokens: x_4..x_6 are written, so the positions are 3 and 4 (x_5, x_6 are predicted)."""
-    pack = make_pack([7], 24, 0)
-    pack.loss_mask = torch.tensor([0, 0, 0, 0, 1, 1, 1], dtype=torch.bool)
-    plan = loss_positions(pack.loss_mask, pack.offsets, 3)
+    written = torch.tensor([0, 0, 0, 0, 1, 1, 1], dtype=torch.bool)
+    pack = replace(make_pack([7], 24, 0), loss_mask=written, loss_positions=None)
+    plan = pack.loss_positions
     assert plan.positions.tolist() == [3, 4]
-    assert plan.counts.tolist() == [2, 1, 0]
-    assert plan.live(3).tolist() == [[True, True], [True, False], [False, False]]
+    assert plan.counts(3).tolist() == [2, 1, 0]
+    assert plan.in_step(3).tolist() == [[True, True], [True, False], [False, False]]
     case = Case(config(), pack, steps=3)
     case.check()
     pack.aux_hidden.requires_grad_(True)
@@ -265,15 +266,16 @@ def test_case_29_packed_documents_do_not_see_each_other(form):
     other = make_pack([13, 11], 24, 9, "all")
     border = 13
     for keep in (slice(0, border), slice(border, None)):
-        mixed = Pack(*(x.clone() for x in tensors(other)), offsets=pack.offsets, ids=[])
-        for mine, x in zip(tensors(mixed), tensors(pack), strict=True):
+        mixed = [x.clone() for x in tensors(other)]
+        for mine, x in zip(mixed, tensors(pack), strict=True):
             mine[keep] = x[keep]
+        # loss on the kept document only: the other one's mask is off, but its tokens and states are there
+        mixed[1] = torch.zeros_like(mixed[1])
+        mixed[1][keep] = True
+        mixed = Pack(*mixed, offsets=pack.offsets, ids=[])
         alone = Pack(
             *(x[keep].clone() for x in tensors(pack)), offsets=torch.tensor([0, len(pack.input_ids[keep])]), ids=[]
         )
-        # loss on the kept document only: the other one's mask is off, but its tokens and states are there
-        mixed.loss_mask = torch.zeros_like(mixed.loss_mask)
-        mixed.loss_mask[keep] = True
         together, first = case.fast(mixed)
         separate, second = case.fast(alone)
         assert together.loss.item() == pytest.approx(separate.loss.item(), rel=1e-12)

@@ -7,7 +7,7 @@ from common.dataset.draft_vocabulary import kept_tokens
 from common.dataset.index import Index
 from common.dataset.packs import Packs
 from common.draft.network import Draft
-from common.draft.unrolled_step import UnrolledStep, loss_positions
+from common.draft.unrolled_step import UnrolledStep
 from common.export.served_folder import read_draft_config
 from common.pipeline.files import read_json
 from common.training.acceptance import accepted_lengths, walk
@@ -34,7 +34,7 @@ def reply_walks(run: Run, k: int) -> dict[str, list[int]]:
     for rows in held_out.plan:
         pack = packs.load(rows)
         result = step(pack)
-        positions, at = loss_positions(pack.loss_mask, pack.offsets, 1).positions, 0
+        positions, at = pack.loss_positions.positions, 0
         for reply in held_out.replies(pack, result.right_token, positions):
             document = int(torch.searchsorted(pack.offsets[1:], positions[at], right=True))
             found[pack.ids[document]] = [accepted for _, accepted in walk(accepted_lengths(reply.right, k))]

@@ -6,7 +6,8 @@ import pytest
 import torch
 from torch import Tensor
 
-from common.dataset.shards import ShardKind, States
+from common.dataset.shard_layout import ShardKind
+from common.dataset.shards import States
 from common.dataset.stream import Stream
 from common.extraction.local_extractor import LocalExtractor
 from common.extraction.loop import find_fault, plan_shards

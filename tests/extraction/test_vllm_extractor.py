@@ -8,7 +8,8 @@ from collections.abc import Iterator
 import pytest
 import torch
 
-from common.dataset.shards import ShardKind, States
+from common.dataset.shard_layout import ShardKind
+from common.dataset.shards import States
 from common.dataset.stream import Stream
 from common.extraction.extractor import ExtractError
 from common.extraction.loop import find_fault

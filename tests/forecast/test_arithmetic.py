@@ -5,10 +5,9 @@ import dataclasses
 import pytest
 import torch
 
-from common.dataset.shards import ShardKind
-from common.draft.attention import Run
+from common.dataset.loss_positions import LossRun, loss_positions
+from common.dataset.shard_layout import bytes_per_token
 from common.draft.network import Draft
-from common.draft.unrolled_step import loss_positions
 from common.forecast import arithmetic as plan
 from common.training.utilisation import StepFlops
 from tests.bench.memory import CASES, KIMI, MLA, SMALL, measured, planned
@@ -36,8 +35,8 @@ def test_flops_are_those_that_training_counts(form):
     prompt, output, steps = 30, 71, 5
     mask = torch.tensor([False] * prompt + [True] * output)
     offsets = torch.tensor([0, prompt + output])
-    found = loss_positions(mask, offsets, steps)
-    assert [type(run) for run in found.runs] == [Run]
+    found = loss_positions(mask, offsets)
+    assert [type(run) for run in found.runs] == [LossRun]
     want = counter.of(offsets, found.positions, steps)
     assert plan.sample_flops(FORMS[form], prompt, output, steps) == pytest.approx(want, rel=0.03)  # borders of a reply
 
@@ -59,14 +58,9 @@ def test_ranks_share_what_fsdp_shares():
     assert one["optimizer"] - frozen["optimizer"] == 2 * frozen["frozen head"] > 0
 
 
-@pytest.mark.parametrize("dtype", ["bf16", "fp8"])
-def test_bytes_of_a_token_are_those_of_a_shard(dtype):
-    assert plan.state_bytes(7168, 3, dtype) == ShardKind("t", "d", 7168, (2, 30, 58), dtype).bytes_per_token()
-
-
 def test_the_published_figures_for_kimi():
     """57,344 bytes of states a token, 2.35 TB for 10,000 x 4,096, about 40 GFLOP a token, 1.06 to 1.2 B weights."""
-    assert 10_000 * 4096 * plan.state_bytes(7168, 3) == pytest.approx(2.35e12, rel=0.01)
+    assert 10_000 * 4096 * bytes_per_token(7168, 3) == pytest.approx(2.35e12, rel=0.01)
     assert plan.sample_flops(KIMI, 200, 3896, 7) / 4096 == pytest.approx(40e9, rel=0.1)
     assert 1.06e9 <= plan.trained_weights(KIMI) <= 1.2e9
     kimi = {"kv_lora_rank": 512, "qk_rope_head_dim": 64}

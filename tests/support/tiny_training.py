@@ -8,7 +8,8 @@ from safetensors.torch import save_file
 
 from common.dataset.draft_vocabulary import choose_tokens, mappings
 from common.dataset.index import HELD_OUT, TRAIN, IndexBuilder
-from common.dataset.shards import Shard, ShardKind, ShardWriter, States
+from common.dataset.shard_layout import ShardKind
+from common.dataset.shards import Shard, ShardWriter, States
 from common.dataset.stream import Stream
 from common.pipeline.files import write_json
 from common.pipeline.manifest import Manifest

@@ -7,7 +7,6 @@ import types
 import pytest
 import torch
 
-from common.draft.unrolled_step import loss_positions
 from common.training.held_out import HeldOut, evaluate, speed_ups
 from common.training.loggers import Loggers
 from common.training.ranks import Ranks
@@ -61,7 +60,7 @@ def test_given_step_weights_stand_in_for_the_powers():
 def test_arithmetic_of_a_step_is_counted_by_hand(form):
     c = config(form, draft_vocab=15)
     case, pack, steps = Case(c, make_pack([8], 24, 1, "all"), steps=2), make_pack([8], 24, 1, "all"), 2
-    plan = loss_positions(pack.loss_mask, pack.offsets, steps)
+    plan = pack.loss_positions
     rows, tokens, h = len(plan.positions), 8, c.hidden_size
     assert rows == 6
     attention = case.draft.midlayer.self_attn
