@@ -1,13 +1,13 @@
-"""Stage 01b: the target answers the questions; its reasoning, its content and its exact token ids are kept.
+"""Stage 01b: the target answers the questions; its reasoning, content and exact token ids are stored.
 
     python 01b_generate_synthetic.py --config configs/kimi-k2.5.toml --probe
     python 01b_generate_synthetic.py --config configs/kimi-k2.5.toml --n 10000
     python 01b_generate_synthetic.py --config configs/demo.toml --n 32
 
-Reads questions (a hub data set or a local file); writes RUN/01_synthetic/part-*.jsonl, one record a line, with
-prompt_ids + output_ids as the truth, and failures.jsonl with what is missing and why. Stop it at will: the same command
-goes on where it stopped. `--probe` first: it asks one question and says whether the server is ready. Several nodes:
-`--part 1/2` on one, `--part 2/2` on the other; 02 reads both as one.
+Reads questions (a hub data set or a local file). Writes RUN/01_synthetic/part-*.jsonl, one record a line with the
+exact prompt_ids and output_ids, and failures.jsonl with every question that has no record and the reason. Stop it at
+any time: the same command resumes. Run `--probe` first: it asks one question and says whether the server is ready. To
+split the work over two nodes, run `--part 1/2` on one and `--part 2/2` on the other; 02 reads both as one.
 """
 
 import asyncio
@@ -16,12 +16,12 @@ from pathlib import Path
 
 from common.forecast.tables import ask_nobody, show_forecast
 from common.generation.loop import Generation
-from common.generation.record_folder import FAILURES, Counts, FailureList, Stored
-from common.generation.work import Planner, input_fingerprint
+from common.generation.record_folder import FAILURES, Counts, RecordFolder, StoredRecords
+from common.generation.work import PendingConversations, input_fingerprint
 from common.pipeline.command_line import Settings, load_settings
 from common.pipeline.console import say, table
 from common.pipeline.errors import TooManyFailures, UserError, guarded
-from common.pipeline.jsonl import JSONL_TOKEN_BYTES, JsonlParts
+from common.pipeline.jsonl import JSONL_TOKEN_BYTES
 from common.pipeline.manifest import MANIFEST, SYNTHETIC, Manifest, check_fingerprint, open_stage, stage_lock
 from common.pipeline.node_share import HELP, Part, parse_part, stage_folder
 from common.questions.questions import QuestionStream
@@ -56,29 +56,26 @@ def main() -> int:
         shown = settings.as_dict()
         shown["generate"]["api_key"] = "(not stored)"
         manifest = open_stage(folder, STAGE, fingerprint, shown, settings.fresh)
-        counts, records, failures = Counts(), JsonlParts(folder), FailureList(folder)
-        stored = Stored(records.paths(), counts, protocol)
-        show_plan(settings, protocol, questions, folder, len(stored), records.torn_bytes)
-        planner = make_planner(settings, questions, protocol, stored, counts, failures, part)
+        with RecordFolder(folder, manifest, protocol) as records:
+            show_settings(settings, protocol, questions, records)
+            pending = PendingConversations(questions, settings.generate, protocol, records, settings.n, part)
 
-        async def generate() -> None:
-            async with make_engine(settings, protocol) as engine:
-                say(f"  engine    {engine.model} · {engine.version} · {engine.concurrency} requests in flight")
-                manifest.complete = False
-                manifest.save(folder)
-                run = Generation(engine, protocol, settings.generate, planner, records, stored, failures, counts)
-                await run.run(wanted_at_most(settings, questions, part))
+            async def generate() -> None:
+                async with make_engine(settings, protocol) as engine:
+                    say(f"  engine    {engine.model} · {engine.version} · {engine.concurrency} requests in flight")
+                    manifest.complete = False
+                    manifest.save(folder)
+                    run = Generation(engine, protocol, settings.generate, pending, records)
+                    await run.run(most_samples(settings, questions, part))
 
-        try:
-            if planner.has_work():
-                asyncio.run(generate())
-            manifest.complete = planner.finished and planner.numbered > 0 and not too_many_failed(settings, counts)
-        finally:
-            records.close()
-            failures.close()
-            save_manifest(manifest, folder, records, counts)
-            summary(folder, settings, counts)
-    if not planner.numbered:
+            counts = records.counts
+            try:
+                if pending.has_work():
+                    asyncio.run(generate())
+                manifest.complete = pending.finished and pending.numbered > 0 and not too_many_failed(settings, counts)
+            finally:
+                summary(folder, settings, counts)
+    if not pending.numbered:
         raise UserError(f"no question of {settings.questions.dataset} can be asked: {listed(counts.skipped)}")
     if too_many_failed(settings, counts):
         raise TooManyFailures(
@@ -98,11 +95,6 @@ def print_server_command(settings: Settings) -> int:
     return 0
 
 
-def make_planner(settings: Settings, questions, protocol, stored, counts, failures, part: Part) -> Planner:
-    takes_ids = settings.generate.engine == "local"
-    return Planner(questions, settings.generate, protocol, takes_ids, settings.n, stored, counts, failures, part)
-
-
 def make_engine(settings: Settings, protocol: Protocol):
     if settings.generate.engine == "local":
         from common.generation.local_engine import LocalEngine
@@ -113,32 +105,32 @@ def make_engine(settings: Settings, protocol: Protocol):
     return OpenAIServers(settings.generate, protocol)
 
 
-def wanted_at_most(settings: Settings, questions: QuestionStream, part: Part) -> int | None:
-    """Samples that can come of the rows, or None where that is not known before they are read."""
+def most_samples(settings: Settings, questions: QuestionStream, part: Part) -> int | None:
+    """The largest number of samples that this run can end with; None if it depends on rows that are not read yet."""
     known = questions.rows is not None and settings.questions.turns == "first"
     rows = questions.rows * settings.generate.repeats if known else None
     wanted = min((count for count in (rows, settings.n) if count is not None), default=None)
     return wanted and -(-wanted // part.count)
 
 
-def show_plan(settings: Settings, protocol: Protocol, questions: QuestionStream, folder: Path, there: int, torn: int):
+def show_settings(settings: Settings, protocol: Protocol, questions: QuestionStream, records: RecordFolder) -> None:
     g = settings.generate
-    say(f"01b generate: {settings.questions.dataset} -> {folder}")
+    say(f"01b generate: {settings.questions.dataset} -> {records.folder}")
     rows = [
         ("target", settings.target.model),
         ("protocol", f"open {protocol.think_open}, close {protocol.think_close}, end {protocol.end}"),
         ("rows", f"{questions.rows:,}" if questions.rows is not None else "a stream"),
-        ("samples", f"{settings.n or 'all'} wanted, {there} there already"),
+        ("samples", f"{settings.n or 'all'} wanted, {len(records)} stored already"),
         ("sampling", f"temperature {g.temperature:g}, top_p {g.top_p:g}, at most {g.max_tokens} tokens, seed {g.seed}"),
         ("thinking", "off" if not g.thinking else f"on, budget {g.thinking_budget or 'none'}"),
     ]
-    if torn:
-        rows.append(("repaired", f"a torn last line of {torn} bytes was cut off"))
+    if records.lines.torn_bytes:
+        rows.append(("repaired", f"cut off a torn last line of {records.lines.torn_bytes} bytes"))
     table(rows)
 
 
 def dry_run(settings: Settings, folder: Path, part: Part) -> int:
-    """Count what would be asked, and what is there already; touches nothing and asks nobody."""
+    """Print how many samples are stored and missing; writes nothing and sends no request."""
     ask_nobody()
     local = Path(settings.questions.dataset).suffix and Path(settings.target.model).is_dir()
     try:
@@ -148,14 +140,15 @@ def dry_run(settings: Settings, folder: Path, part: Part) -> int:
             raise
         say(f"01b dry run: {settings.questions.dataset} -> {folder} (nothing is written)")
         return show_forecast(settings, f"not counted, as it is not on this machine yet: {error}")
-    counts, g, paths = Counts(), settings.generate, []
+    g, paths = settings.generate, []
     if (folder / MANIFEST).exists() and not settings.fresh:
         fingerprint = settings.fingerprint() | input_fingerprint(settings.questions, protocol)
         check_fingerprint(folder, Manifest.load(folder, STAGE).fingerprint, fingerprint)
         paths = sorted(folder.glob("part-*.jsonl"))
-    stored = Stored(paths, counts, protocol)
-    planner = make_planner(settings, questions, protocol, stored, counts, None, part)
-    missing = sum(sum(id not in stored for id in unit.ids) for unit in planner)
+    stored = StoredRecords(paths, protocol)
+    pending = PendingConversations(questions, g, protocol, stored, settings.n, part)
+    missing = sum(id not in stored for conversation in pending for id in conversation.ids)
+    counts = stored.counts
     say(f"01b dry run: {settings.questions.dataset} -> {folder} (nothing is written)")
     most = missing * g.max_tokens
     lanes = g.batch_size if g.engine == "local" else g.concurrency
@@ -164,7 +157,7 @@ def dry_run(settings: Settings, folder: Path, part: Part) -> int:
     likely = f"; about {missing * mean:,.0f} at the mean so far" if mean else ""
     table(
         [
-            ("samples", f"{counts.planned} wanted, {counts.planned - missing} there already, {missing} to generate"),
+            ("samples", f"{counts.planned} wanted, {counts.planned - missing} stored already, {missing} to generate"),
             ("skipped rows", listed(counts.skipped)),
             ("tokens", f"at most {most:,} ({g.max_tokens:,} a reply){likely}"),
             (
@@ -179,20 +172,6 @@ def dry_run(settings: Settings, folder: Path, part: Part) -> int:
 
 def too_many_failed(settings: Settings, counts: Counts) -> bool:
     return counts.failed > settings.generate.max_failed_share * counts.planned
-
-
-def save_manifest(manifest: Manifest, folder: Path, records: JsonlParts, counts: Counts) -> None:
-    before, manifest.files = manifest.files, {}
-    *full, last = records.paths() or [None]
-    for path in full:  # a full part never changes again: its hash is known
-        if path.name in before and before[path.name]["bytes"] == path.stat().st_size:
-            manifest.files[path.name] = before[path.name]
-        else:
-            manifest.add_file(folder, path.name)
-    if last is not None:
-        manifest.add_file(folder, last.name)
-    manifest.counts = counts.as_dict()
-    manifest.save(folder)
 
 
 def summary(folder: Path, settings: Settings, counts: Counts) -> None:

@@ -88,8 +88,11 @@ class StreamReader:
             ids, mask = self.protocol.stream(record["prompt_ids"], record["output_ids"], self.max_tokens)
             reply = self.protocol.split(record["prompt_ids"], record["output_ids"])
             sampling = record.get("sampling") or {}
-            forced = None  # the place of a closing token that the thinking budget wrote, not the target
-            if reply.closed and 0 < sampling.get("thinking_budget", 0) <= len(reply.reasoning_ids):
+            by_budget = record.get("budget_closed")
+            if by_budget is None:  # a record from before this field: guessed from the length of its reasoning
+                by_budget = reply.closed and 0 < sampling.get("thinking_budget", 0) <= len(reply.reasoning_ids)
+            forced = None  # index of a closing token that the thinking budget wrote, not the target
+            if by_budget:
                 forced = len(record["prompt_ids"]) + record["output_ids"].index(self.protocol.think_close)
             facts = {
                 "question": _question(record),

@@ -1,4 +1,4 @@
-"""What generation asks of an engine, and what it gets back. An engine answers one request at a time, many at once."""
+"""What stage 01b asks of an engine. An engine answers many requests at the same time."""
 
 from dataclasses import dataclass, field
 from typing import Protocol
@@ -9,7 +9,7 @@ class Sampling:
     """How replies are drawn; part of every record's id. `temperature` 0 is greedy."""
 
     thinking: bool
-    thinking_budget: int  # tokens, 0: no limit
+    thinking_budget: int  # tokens of reasoning; 0: no limit
     temperature: float
     top_p: float
     max_tokens: int
@@ -17,32 +17,37 @@ class Sampling:
 
 @dataclass(frozen=True)
 class Request:
-    """One generation prompt: as messages, for servers, and as ids, for the local engine and the records."""
+    """One generation prompt: messages for servers, token ids for the local engine and the record."""
 
     id: str
     messages: list[dict]
     prompt_ids: list[int]
     seed: int
-    max_tokens: int  # what the sampling allows, or less where the context ends first
+    max_tokens: int  # the sampling's limit, or the rest of the context where that is less
 
 
 @dataclass(frozen=True)
 class Answer:
-    """What was received. Ids are None where the server sends none; `reasoning_field` names where reasoning stood."""
+    """What an engine returned. Ids are None where the server sends none."""
 
     finish_reason: str
     prompt_ids: list[int] | None = None
     output_ids: list[int] | None = None
     reasoning: str | None = None
     content: str | None = None
-    reasoning_field: str = ""
-    fields: dict[str, str] = field(default_factory=dict)  # what the message held, for the diagnosis of silence
+    reasoning_field: str = ""  # the field that held the reasoning
+    fields: dict[str, str] = field(default_factory=dict)  # field of the message -> kind of its value
     usage: dict | None = None
-    server: str = ""  # version of what answered
+    server: str = ""  # version of the engine
+    budget_closed: bool | None = None  # the thinking budget wrote the closing token; None: the engine does not tell
+
+    @property
+    def has_ids(self) -> bool:
+        return self.prompt_ids is not None and self.output_ids is not None
 
 
 class EngineError(Exception):
-    """A request failed. `retry`: worth another try; `wait_s`: what the server asked for; `lost`: it never arrived."""
+    """A request failed. `retry`: worth another try; `wait_s`: the server's Retry-After; `lost`: it never arrived."""
 
     def __init__(self, message: str, retry: bool, wait_s: float | None = None, lost: bool = False):
         super().__init__(message)
@@ -50,7 +55,7 @@ class EngineError(Exception):
 
 
 class Engine(Protocol):
-    """`async with engine` starts and stops it; `answer` may be awaited `concurrency` times at once."""
+    """A context manager: `async with engine` starts and stops it. `answer` may run `concurrency` times at once."""
 
     concurrency: int
     model: str
@@ -63,4 +68,4 @@ class Engine(Protocol):
     async def answer(self, request: Request, sampling: Sampling) -> Answer: ...
 
     async def wait_until_back(self, patience_s: float) -> bool:
-        """After a lost request: True as soon as one can arrive, False when `patience_s` have passed."""
+        """After a lost request: True once a server accepts connections again, False after `patience_s`."""

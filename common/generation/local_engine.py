@@ -1,7 +1,7 @@
-"""The embedded engine: transformers in process, CPU or GPU, requests decoded in batches.
+"""The local engine: transformers in this process, on CPU or GPU, decoding requests in batches.
 
-Sampling is greedy decoding over logits with Gumbel noise from the request's own seed (Gumbel-max trick: equal to
-sampling from the softmax), so that a reply depends on its request alone and not on the batch it happened to be in.
+Sampling is greedy decoding over logits plus Gumbel noise from the request's own seed (the Gumbel-max trick: the same
+distribution as sampling from the softmax), so that a reply depends on its request and not on the rest of its batch.
 """
 
 import asyncio
@@ -14,11 +14,11 @@ from common.pipeline.settings import Target
 from common.target.local_model import load_model
 from common.target.protocol import Protocol
 
-BATCH_WAIT_S = 0.05  # how long a batch that is not full waits for company
+BATCH_WAIT_S = 0.05  # how long a batch with free rows waits for more requests
 
 
 class LocalEngine:
-    """Answers requests with the target in this process, `concurrency` of them side by side."""
+    """Answers requests with the target in this process, up to `concurrency` in one batch."""
 
     def __init__(self, target: Target, protocol: Protocol, batch_size: int, device: str):
         self.target, self.protocol, self.concurrency, self.device = target, protocol, batch_size, device
@@ -35,10 +35,10 @@ class LocalEngine:
 
     async def __aexit__(self, *error) -> None:
         self.worker.cancel()
-        self.stopping.asked = True  # Ctrl-C need not wait for the batch to end
+        self.stopping.requested = True  # after Ctrl-C, the batch ends at its next token
 
     async def wait_until_back(self, patience_s: float) -> bool:
-        return True  # in process, no request gets lost
+        return True  # no request gets lost inside one process
 
     async def answer(self, request: Request, sampling: Sampling) -> Answer:
         future = asyncio.get_running_loop().create_future()
@@ -46,7 +46,7 @@ class LocalEngine:
         return await future
 
     async def _work(self) -> None:
-        """Collect what is waiting into a batch, decode it in a thread, hand the answers out."""
+        """Collect waiting requests into a batch, decode it in a thread, deliver the answers."""
         while True:
             batch = [await self.waiting.get()]
             while len(batch) < self.concurrency:
@@ -55,33 +55,33 @@ class LocalEngine:
                 except TimeoutError:
                     break
             requests, samplings, futures = zip(*batch, strict=True)
-            try:
-                answers = await asyncio.to_thread(self.decode, list(requests), samplings[0])
-            except Exception as error:
-                answers = [error] * len(batch)
-            for future, answer in zip(futures, answers, strict=True):
+            # gather returns whatever decoding raised, so that each request's caller raises it
+            (result,) = await asyncio.gather(
+                asyncio.to_thread(self.decode, list(requests), samplings[0]), return_exceptions=True
+            )
+            for row, future in enumerate(futures):
                 if future.cancelled():
                     continue
-                if isinstance(answer, Exception):
-                    future.set_exception(answer)
+                if isinstance(result, BaseException):
+                    future.set_exception(result)
                 else:
-                    future.set_result(answer)
+                    future.set_result(result[row])
 
     @torch.inference_mode()
     def decode(self, requests: list[Request], sampling: Sampling) -> list[Answer]:
-        """Answers to a batch: prompts padded on the left, decoded until each wrote its end token or is cut."""
+        """Answers to a batch: prompts padded on the left, decoded until each row has its end token or its limit."""
         width = max(len(request.prompt_ids) for request in requests)
-        end = self.protocol.end
+        end, think_close = self.protocol.end, self.protocol.think_close
         pads = [width - len(request.prompt_ids) for request in requests]
         ids = torch.tensor([[end] * pad + r.prompt_ids for pad, r in zip(pads, requests, strict=True)])
         mask = torch.tensor([[0] * pad + [1] * (width - pad) for pad in pads])
         processors = LogitsProcessorList()
         if sampling.temperature > 0:
             processors.append(GumbelSampling([r.seed for r in requests], sampling.temperature, sampling.top_p))
-        if sampling.thinking and sampling.thinking_budget and self.protocol.think_close is not None:
-            processors.append(
-                ThinkingBudget(width, sampling.thinking_budget, self.protocol.think_close, self.protocol.end)
-            )
+        budget = None
+        if sampling.thinking and sampling.thinking_budget and think_close is not None:
+            budget = ThinkingBudget(width, sampling.thinking_budget, think_close, end)
+            processors.append(budget)
         output = self.network.generate(
             ids.to(self.network.device),
             attention_mask=mask.to(self.network.device),
@@ -95,11 +95,10 @@ class LocalEngine:
             logits_processor=processors,
             stopping_criteria=[self.stopping],
         )
-        return [
-            self._answer(r, row.tolist()) for r, row in zip(requests, output[:, width:].cpu(), strict=True)
-        ]  # fmt: skip
+        closed = budget.closed.tolist() if budget and budget.closed is not None else [False] * len(requests)
+        return list(map(self._answer, requests, output[:, width:].tolist(), closed))
 
-    def _answer(self, request: Request, ids: list[int]) -> Answer:
+    def _answer(self, request: Request, ids: list[int], budget_closed: bool) -> Answer:
         ids = ids[: request.max_tokens]
         end = self.protocol.end
         output_ids = ids[: ids.index(end) + 1] if end in ids else ids
@@ -113,20 +112,21 @@ class LocalEngine:
             reasoning_field="ids" if reply.reasoning_ids else "",
             usage={"prompt_tokens": len(request.prompt_ids), "completion_tokens": len(output_ids)},
             server=self.version,
+            budget_closed=budget_closed and reply.closed,  # the request's own limit may cut the closing token off
         )
 
 
 class Stopping(StoppingCriteria):
-    """Ends a batch early once that is asked for; its replies are thrown away then."""
+    """Ends every row of a batch once `requested` is set; the caller discards its replies."""
 
-    asked = False
+    requested = False
 
     def __call__(self, input_ids, scores, **_):
-        return torch.full((input_ids.shape[0],), self.asked, device=input_ids.device)
+        return torch.full((input_ids.shape[0],), self.requested, device=input_ids.device)
 
 
 class GumbelSampling(LogitsProcessor):
-    """Turns greedy decoding into sampling: scores are the tempered, nucleus-cut logits plus each row's own noise."""
+    """Turns greedy decoding into sampling: adds each row's own noise to its logits after temperature and top-p."""
 
     def __init__(self, seeds: list[int], temperature: float, top_p: float):
         self.generators = [torch.Generator().manual_seed(seed) for seed in seeds]
@@ -141,15 +141,19 @@ class GumbelSampling(LogitsProcessor):
 
 
 class ThinkingBudget(LogitsProcessor):
-    """Writes the closing token where the reasoning is still open after `budget` tokens, as vLLM's own budget does."""
+    """Writes the closing token where the reasoning is still open after `budget` tokens, as vLLM's own budget does.
+
+    `closed`: bool [rows], the rows whose closing token it wrote; None until `budget` tokens are decoded.
+    """
 
     def __init__(self, prompt_width: int, budget: int, close_id: int, end_id: int):
         self.prompt_width, self.budget, self.close_id, self.end_id = prompt_width, budget, close_id, end_id
+        self.closed: torch.Tensor | None = None
 
     def __call__(self, input_ids, scores):
         output = input_ids[:, self.prompt_width :]
         if output.shape[1] == self.budget:
-            thinking = ~((output == self.close_id) | (output == self.end_id)).any(dim=1)
-            scores[thinking] = -torch.inf
-            scores[thinking, self.close_id] = 0
+            self.closed = ~((output == self.close_id) | (output == self.end_id)).any(dim=1)
+            scores[self.closed] = -torch.inf
+            scores[self.closed, self.close_id] = 0
         return scores

@@ -11,12 +11,11 @@ import time
 from collections import Counter
 
 from common.generation.engine import Answer, Engine, EngineError, Request
-from common.generation.record import check_rebuilt, counted_tokens, make_record
-from common.generation.record_folder import Counts, FailureList, Stored
-from common.generation.work import Conversation, Planner, sampling_of
+from common.generation.record import Record, check_rebuilt, counted_tokens, make_record
+from common.generation.record_folder import RecordFolder
+from common.generation.work import Conversation, PendingConversations, sampling_of
 from common.pipeline.console import Progress, say
 from common.pipeline.errors import SafetyStop
-from common.pipeline.jsonl import JsonlParts
 from common.pipeline.settings import Generate
 from common.questions.conversations import Unusable
 from common.target.protocol import Protocol
@@ -34,24 +33,21 @@ class Generation:
         engine: Engine,
         protocol: Protocol,
         settings: Generate,
-        planner: Planner,
-        records: JsonlParts,
-        stored: Stored,
-        failures: FailureList,
-        counts: Counts,
+        pending: PendingConversations,
+        records: RecordFolder,
     ):
-        self.engine, self.protocol, self.settings, self.planner = engine, protocol, settings, planner
-        self.records, self.stored, self.failures, self.counts = records, stored, failures, counts
+        self.engine, self.protocol, self.settings, self.pending = engine, protocol, settings, pending
+        self.records, self.counts = records, records.counts
         self.sampling = sampling_of(settings)
         self.failed_in_a_row = self.in_flight = 0
-        # The first records of a thinking run wait here until one of them carries reasoning: silent ones from a server
-        # that hides it must not count as done when the same command goes on with a mended server.
+        # Hold the first replies until one has reasoning. If the server drops reasoning, none of them may be stored, or
+        # a resumed run would skip them.
         self.watching = self.sampling.thinking and protocol.think_open is not None
-        self.held: list[tuple[dict, Answer]] = []
+        self.held: list[tuple[Record, Answer]] = []
 
     async def run(self, total: int | None) -> None:
         """`total`: samples that are wanted, as far as that is known."""
-        with Progress("generate", total, "samples", done=min(len(self.stored), total or 0)) as self.progress:
+        with Progress("generate", total, "samples", done=min(len(self.records), total or 0)) as self.progress:
             self.started = time.monotonic()
             workers = [asyncio.create_task(self._work()) for _ in range(self.engine.concurrency)]
             syncing = asyncio.create_task(self._sync())
@@ -65,13 +61,13 @@ class Generation:
                 await asyncio.gather(*workers, syncing, return_exceptions=True)
 
     async def _work(self) -> None:
-        for unit in self.planner:  # one plain iterator shared by the workers: each unit goes to one of them
-            await self._converse(unit)
+        for conversation in self.pending:  # one plain iterator shared by the workers: each unit goes to one of them
+            await self._converse(conversation)
 
     async def _sync(self) -> None:
         while True:
             await asyncio.sleep(SYNC_EVERY_S)
-            handle = self.records.handle_to_sync()
+            handle = self.records.lines.handle_to_sync()
             if handle is not None:
                 try:
                     await asyncio.to_thread(os.fsync, handle)
@@ -80,32 +76,36 @@ class Generation:
 
     # ---- conversations ----
 
-    async def _converse(self, unit: Conversation) -> None:
+    async def _converse(self, conversation: Conversation) -> None:
         """Generate the missing turns of one conversation in order, each from the history as the target wrote it."""
-        messages, prompt_ids = unit.question.messages, unit.prompt_ids
-        for turn, id in enumerate(unit.ids):
-            source = unit.question.source | {"turn": turn, "repeat": unit.repeat, "question": unit.question.opening}
-            if id in self.stored:
-                record = self.stored.record(id)
+        messages, prompt_ids = conversation.question.messages, conversation.prompt_ids
+        for turn, id in enumerate(conversation.ids):
+            source = conversation.question.source | {
+                "turn": turn,
+                "repeat": conversation.repeat,
+                "question": conversation.question.opening,
+            }
+            if id in self.records:
+                record = self.records.record(id)
             else:
                 try:
-                    prompt_ids = prompt_ids if turn == 0 else self.planner.prompt_ids(messages)
+                    prompt_ids = prompt_ids if turn == 0 else self.pending.prompt_ids(messages)
                 except Unusable as error:
-                    return self._drop(unit, turn, error.reason, error.detail)
+                    return self._drop(conversation, turn, error.reason, error.detail)
                 record = await self._sample(id, messages, prompt_ids, source)
-            if record is None or record["finish_reason"] != "stop":
-                return self._drop(unit, turn + 1, "an earlier turn is missing or was cut")
-            if turn + 1 < len(unit.ids):
-                reply = {"role": "assistant", "content": record["content"] or ""}
-                messages = [*messages, reply, *unit.question.followups[turn]]
+            if record is None or record.finish_reason != "stop":
+                return self._drop(conversation, turn + 1, "an earlier turn is missing or was cut")
+            if turn + 1 < len(conversation.ids):
+                reply = {"role": "assistant", "content": record.content or ""}
+                messages = [*messages, reply, *conversation.question.followups[turn]]
 
-    def _drop(self, unit: Conversation, turn: int, reason: str, detail: str = "") -> None:
+    def _drop(self, conversation: Conversation, turn: int, reason: str, detail: str = "") -> None:
         """Leave the turns from `turn` on out: without what comes before them they can't be asked."""
-        for id in unit.ids[turn:]:
+        for id in conversation.ids[turn:]:
             self.counts.dropped += 1
-            self.planner.skip(reason, detail, id=id, source=unit.question.source)
+            self.records.skip(reason, detail, id=id, source=conversation.question.source)
 
-    async def _sample(self, id: str, messages: list[dict], prompt_ids: list[int], source: dict) -> dict | None:
+    async def _sample(self, id: str, messages: list[dict], prompt_ids: list[int], source: dict) -> Record | None:
         room = self.settings.context_tokens - len(prompt_ids)
         seed = (int(id, 16) ^ self.settings.seed) % 2**31
         request = Request(id, messages, prompt_ids, seed, min(self.sampling.max_tokens, room))
@@ -116,7 +116,7 @@ class Generation:
             record = make_record(
                 request, answer, source, self.sampling, self.protocol, self.engine.model, seconds, compare
             )
-            silent = self.watching and not record["reasoning"]
+            silent = self.watching and not record.reasoning
             if not silent:
                 check_rebuilt(record)
         except EngineError as error:
@@ -163,14 +163,11 @@ class Generation:
 
     # ---- what comes in ----
 
-    def _store(self, record: dict) -> None:
+    def _store(self, record: Record) -> None:
         self.records.append(record)
-        self.counts.add(record, self.protocol)
-        self.counts.new += 1
-        self.counts.new_output_tokens += len(record["output_ids"])
         self._show(1)
 
-    def _hold(self, record: dict, answer: Answer) -> None:
+    def _hold(self, record: Record, answer: Answer) -> None:
         self.held.append((record, answer))
         if len(self.held) == self.settings.silence_after:  # once: others may come in before the workers are stopped
             self._stop_for_silence()
@@ -187,7 +184,7 @@ class Generation:
             try:
                 check_rebuilt(record)
             except EngineError as error:
-                self._count_failure(record["id"], record["source"], str(error))
+                self._count_failure(record.id, record.source, str(error))
             else:
                 self._store(record)
 
@@ -198,7 +195,7 @@ class Generation:
         for name, count in sorted(seen.items()):
             say(f"    message.{name} in {count} of {len(self.held)} replies")
         counted = sum(counted_tokens(answer.usage) or 0 for _, answer in self.held)
-        written = sum(len(record["output_ids"]) for record, _ in self.held)
+        written = sum(len(record.output_ids) for record, _ in self.held)
         hidden = counted > 1.2 * written + 16
         say(f"    usage.completion_tokens: {counted} in all; the texts received make {written} tokens")
         fix = (
@@ -212,9 +209,8 @@ class Generation:
         )
 
     def _count_failure(self, id: str, source: dict, reason: str) -> None:
-        self.counts.failed += 1
         self.failed_in_a_row += 1
-        self.failures.append("failed", reason, id=id, source=source)
+        self.records.fail(id, source, reason)
         self._show(0)
         if self.failed_in_a_row == self.settings.breaker:
             raise SafetyStop(

@@ -11,7 +11,7 @@ import urllib.request
 from common.generation.completion import REASONING_FIELDS, field_kinds, read_reply
 from common.generation.engine import Answer, EngineError, Request
 from common.generation.openai_engine import OpenAIServers, Server
-from common.generation.record import check_rebuilt, make_record
+from common.generation.record import Record, check_rebuilt, make_record
 from common.generation.work import sampling_of
 from common.pipeline.command_line import Settings
 from common.pipeline.console import say, table
@@ -71,7 +71,7 @@ async def _probe_server(engine: OpenAIServers, server: Server, request: Request,
 
 def _judge(request: Request, answer: Answer, sampling, protocol: Protocol, model: str) -> list[str]:
     """Print what one reply tells, and return what is wrong with it."""
-    known = answer.prompt_ids is not None and answer.output_ids is not None
+    known = answer.has_ids
     prompt_ids = answer.prompt_ids if known else request.prompt_ids
     received = answer.output_ids or []
     tail = protocol.prompt_tail(sampling.thinking)
@@ -93,11 +93,11 @@ def _judge(request: Request, answer: Answer, sampling, protocol: Protocol, model
         record = None
         problems.append(str(error))
     if record and known:
-        equal = record["received"]["rebuilt_equal"]
+        equal = record.received["rebuilt_equal"]
         rows.append(("rebuilt ids", "equal to the server's" if equal else "differ from the server's, which are stored"))
     table(rows)
     if record:
-        say(f"{protocol.decode(prompt_ids)} | {protocol.decode(record['output_ids'])}")
+        say(f"{protocol.decode(prompt_ids)} | {protocol.decode(record.output_ids)}")
         problems += _problems(answer, record, protocol, sampling.thinking)
         try:
             check_rebuilt(record)
@@ -108,11 +108,11 @@ def _judge(request: Request, answer: Answer, sampling, protocol: Protocol, model
     return problems
 
 
-def _problems(answer: Answer, record: dict, protocol: Protocol, thinking: bool) -> list[str]:
+def _problems(answer: Answer, record: Record, protocol: Protocol, thinking: bool) -> list[str]:
     """What is wrong with a reply that is sound in itself."""
     problems = []
     if thinking and protocol.think_open is not None and answer.server and answer.fields:
-        if record["received"]["reasoning_field"] == "content":
+        if record.received["reasoning_field"] == "content":
             problems.append(
                 "the reasoning stands inside the content: no reasoning parser (vLLM: start it with "
                 "--reasoning-parser kimi_k2); a run would read it from there"
@@ -121,7 +121,7 @@ def _problems(answer: Answer, record: dict, protocol: Protocol, thinking: bool) 
             problems.append(
                 "thinking is on and no field carries reasoning (vLLM: start it with --reasoning-parser kimi_k2)"
             )
-    if not record["received"]["prompt_as_ours"]:
+    if not record.received["prompt_as_ours"]:
         said = (answer.usage or {}).get("prompt_tokens")
         problems.append(
             f"the server's prompt has other tokens than the template's ({said} of its own): other template?"

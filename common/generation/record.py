@@ -1,13 +1,41 @@
-"""The records of stage 01b: made out of checked answers, counted, found again, and the list of what is missing.
+"""One stored answer: the record of a line in RUN/01_synthetic/part-*.jsonl, made from an answer that was checked."""
 
-`Counts` sees every record of the folder, those of earlier runs too, so that a manifest tells of the whole stage.
-"""
-
-from dataclasses import asdict, replace
+from dataclasses import asdict, dataclass, replace
 
 from common.generation.completion import REASONING_FIELDS
 from common.generation.engine import Answer, EngineError, Request, Sampling
 from common.target.protocol import Protocol, Reply
+
+
+@dataclass
+class Record:
+    """`prompt_ids` + `output_ids` are what the target read and wrote; reasoning and content are for people."""
+
+    id: str  # hash of the question, the sampling settings, the repeat and the turn
+    source: dict  # dataset, split, row, turn, repeat, question (hash of the conversation's first prompt)
+    messages: list[dict]  # the prompt only
+    reasoning: str
+    content: str | None
+    finish_reason: str
+    prompt_ids: list[int]
+    output_ids: list[int]
+    ids_from: str  # "server" or "reconstructed": rebuilt from the reply's text
+    received: dict  # reasoning_field, prompt_as_ours, rebuilt_equal (None: not compared)
+    usage: dict | None
+    sampling: dict
+    model: str
+    server: str  # version of the engine
+    seconds: float
+    budget_closed: bool | None = None  # the thinking budget wrote the closing token, not the target; None: old record
+
+    def to_json(self) -> dict:
+        """The JSON object of the record's line."""
+        return vars(self)
+
+    @classmethod
+    def from_json(cls, value: dict) -> "Record":
+        """The record of a JSON object; raises TypeError for missing or unknown fields."""
+        return cls(**value)
 
 
 def make_record(
@@ -19,76 +47,74 @@ def make_record(
     model: str,
     seconds: float,
     compare: bool,
-) -> dict:
-    """The record of an answer; raises EngineError for one that contradicts itself.
+) -> Record:
+    """The record of an answer; raises EngineError where the answer contradicts itself.
 
-    `compare`: ids that were received are also rebuilt from text, to measure how good rebuilding is.
+    `compare`: ids that the server sent are also rebuilt from text, to measure how often rebuilding is exact.
     """
-    known = answer.prompt_ids is not None and answer.output_ids is not None
-    prompt_ids = answer.prompt_ids if known else request.prompt_ids
-    reply = protocol.split(prompt_ids, answer.output_ids) if known else None
-    thought = reply and reply.reasoning_ids
-    if not sampling.thinking and not answer.content and protocol.think_close_in_prompt(prompt_ids) and not thought:
-        # The parser waited for a closing token, which stands in the prompt, and took the whole reply for reasoning.
+    prompt_ids = answer.prompt_ids if answer.has_ids else request.prompt_ids
+    reply = protocol.split(prompt_ids, answer.output_ids) if answer.has_ids else None
+    instant = not sampling.thinking and protocol.think_close_in_prompt(prompt_ids)
+    if instant and not answer.content and not (reply and reply.reasoning_ids):
+        # The server's parser waited for the closing token, which is in the prompt, and called everything reasoning.
         answer = replace(answer, reasoning=None, content=answer.reasoning, reasoning_field="")
     rebuilt = None
-    if compare or not known:
+    if compare or not answer.has_ids:
         rebuilt = protocol.reconstruct(prompt_ids, answer.reasoning, answer.content, answer.finish_reason)
-    output_ids = answer.output_ids if known else rebuilt
+    output_ids = answer.output_ids if answer.has_ids else rebuilt
     if not output_ids:
         raise EngineError("an empty reply", retry=False)
-    if known:
+    if answer.has_ids:
         reasoning, content, field = _read_by_ids(reply, answer, sampling, protocol)
+        rebuilt_equal = rebuilt == output_ids if compare else None
+        prompt_as_ours = prompt_ids == request.prompt_ids
     else:
+        reply = protocol.split(prompt_ids, output_ids)
         reasoning, content, field = answer.reasoning, answer.content, answer.reasoning_field
-    equal = None
-    if known and compare:
-        equal = rebuilt == output_ids
-    elif not known and (counted := counted_tokens(answer.usage)) is not None:
-        equal = counted == len(rebuilt)
-    said = (answer.usage or {}).get("prompt_tokens")
-    as_ours = prompt_ids == request.prompt_ids if known else said in (None, len(prompt_ids))
-    return {
-        "id": request.id,
-        "source": source,
-        "messages": request.messages,
-        "reasoning": reasoning or "",
-        "content": content,
-        "finish_reason": answer.finish_reason,
-        "prompt_ids": prompt_ids,
-        "output_ids": output_ids,
-        "ids_from": "server" if known else "reconstructed",
-        "received": {
-            "reasoning_field": field,
-            "prompt_as_ours": as_ours,
-            "rebuilt_equal": equal,
-        },
-        "usage": answer.usage,
-        "sampling": asdict(sampling) | {"seed": request.seed},
-        "model": model,
-        "server": answer.server,
-        "seconds": round(seconds, 3),
-    }
+        counted = counted_tokens(answer.usage)
+        rebuilt_equal = None if counted is None else counted == len(output_ids)
+        prompt_as_ours = (answer.usage or {}).get("prompt_tokens") in (None, len(prompt_ids))
+    budget_closed = answer.budget_closed
+    if budget_closed is None:  # a server does not tell, but reasoning that a budget cuts has at least its length
+        budget_closed = reply.closed and 0 < sampling.thinking_budget <= len(reply.reasoning_ids)
+    return Record(
+        id=request.id,
+        source=source,
+        messages=request.messages,
+        reasoning=reasoning or "",
+        content=content,
+        finish_reason=answer.finish_reason,
+        prompt_ids=prompt_ids,
+        output_ids=output_ids,
+        ids_from="server" if answer.has_ids else "reconstructed",
+        received={"reasoning_field": field, "prompt_as_ours": prompt_as_ours, "rebuilt_equal": rebuilt_equal},
+        usage=answer.usage,
+        sampling=asdict(sampling) | {"seed": request.seed},
+        model=model,
+        server=answer.server,
+        seconds=round(seconds, 3),
+        budget_closed=budget_closed,
+    )
 
 
 def counted_tokens(usage: dict | None) -> int | None:
-    """The tokens of a reply as the server counts them, where it does."""
+    """The number of reply tokens that the server reports, or None."""
     counted = (usage or {}).get("completion_tokens")
     return counted if type(counted) is int else None
 
 
-def check_rebuilt(record: dict) -> None:
-    """Raise EngineError where ids were rebuilt from text that is not all that the server wrote.
+def check_rebuilt(record: Record) -> None:
+    """Raise EngineError where the server counts far more or fewer tokens than its text makes: some text was lost.
 
-    Not part of `make_record`: of replies without reasoning the whole run has more to say.
+    Called separately: for a reply without reasoning, the run as a whole must decide first whether to stop.
     """
-    counted, rebuilt = counted_tokens(record["usage"]), len(record["output_ids"])
-    if record["ids_from"] == "server" or counted is None:
+    counted, rebuilt = counted_tokens(record.usage), len(record.output_ids)
+    if record.ids_from == "server" or counted is None:
         return
-    if abs(counted - rebuilt) > 16 + 0.2 * counted:  # another spelling of the same text differs by less
+    if abs(counted - rebuilt) > 16 + 0.2 * counted:  # another tokenization of the same text differs by less
         raise EngineError(
-            f"the server counts {counted} completion_tokens, the text it sent makes {rebuilt}: something was lost on "
-            "the way; --probe looks at one reply closely",
+            f"the server counts {counted} completion_tokens, the text it sent makes {rebuilt}: part of the reply was "
+            "lost before it arrived; --probe looks at one reply closely",
             retry=False,
         )
 
@@ -96,17 +122,19 @@ def check_rebuilt(record: dict) -> None:
 def _read_by_ids(
     reply: Reply, answer: Answer, sampling: Sampling, protocol: Protocol
 ) -> tuple[str | None, str | None, str]:
-    """(reasoning, content, where reasoning stood) of an answer whose ids are known; raises EngineError where ids,
-    counts, protocol and text contradict each other."""
+    """(reasoning, content, field that held the reasoning) of an answer with ids.
+
+    Raises EngineError where ids, counts, protocol and text contradict each other.
+    """
     usage = answer.usage or {}
     for name, ids in (("completion_tokens", answer.output_ids), ("prompt_tokens", answer.prompt_ids)):
         if usage.get(name) not in (None, len(ids)):
-            raise EngineError(f"the server counts {usage[name]} {name} and sent {len(ids)} ids", retry=False)
+            raise EngineError(f"the server counts {usage[name]} {name} but sent {len(ids)} ids", retry=False)
     tail = protocol.prompt_tail(sampling.thinking)
     if answer.prompt_ids[-len(tail) :] != tail:
         raise EngineError(
-            f"the server's prompt ends in {answer.prompt_ids[-len(tail) :]}, the target's in {tail}: "
-            "another chat template, or chat_template_kwargs did not arrive",
+            f"the server's prompt ends in {answer.prompt_ids[-len(tail) :]}, the target's template in {tail}: the "
+            "server uses another chat template, or chat_template_kwargs did not arrive",
             retry=False,
         )
     if protocol.think_open_in_prompt(answer.prompt_ids) and answer.output_ids[0] == protocol.think_open:
@@ -115,12 +143,13 @@ def _read_by_ids(
     problem = protocol.text_differs(reply, answer.reasoning, answer.content, parsed)
     if problem:
         raise EngineError(f"the reply contradicts itself: {problem}", retry=False)
-    if answer.reasoning and not reply.reasoning_ids:  # the parser took for reasoning what the target wrote as content
+    if answer.reasoning and not reply.reasoning_ids:  # the server's parser called content reasoning
         return None, protocol.decode(reply.content_ids), ""
     if parsed or answer.reasoning_field == "ids" or not reply.reasoning_ids:
         return answer.reasoning, answer.content, answer.reasoning_field
-    # No parser split it, or not where the target did: a reply cut inside its reasoning shows no marker in its text.
-    shown = not reply.closed or protocol.think_close_text in (answer.content or "")
-    in_content = bool(answer.reasoning or (answer.content and shown))
+    # The server did not split the reply, or not where the target closed its reasoning. A reply that was cut inside its
+    # reasoning has no closing marker in its text.
+    in_text = not reply.closed or protocol.think_close_text in (answer.content or "")
+    in_content = bool(answer.reasoning or (answer.content and in_text))
     reasoning, content = protocol.decode(reply.reasoning_ids), protocol.decode(reply.content_ids) or None
     return reasoning, content, "content" if in_content else "ids"

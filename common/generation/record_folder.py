@@ -1,4 +1,4 @@
-"""The folder of records: what is stored already, the counts of what it holds, and the list of failures."""
+"""The folder of stage 01b: its records, their counts, the list of failures and the manifest, in one object."""
 
 import json
 from array import array
@@ -6,8 +6,11 @@ from collections import Counter
 from dataclasses import dataclass, field
 from pathlib import Path
 
+from common.generation.record import Record
 from common.pipeline.errors import UserError
-from common.pipeline.jsonl import json_line, read_jsonl_at
+from common.pipeline.jsonl import JsonlParts, json_line, read_jsonl_at
+from common.pipeline.manifest import Manifest
+from common.questions.questions import DUPLICATE
 from common.target.protocol import Protocol
 
 FAILURES = "failures.jsonl"
@@ -15,11 +18,11 @@ FAILURES = "failures.jsonl"
 
 @dataclass
 class Counts:
-    """What is in the folder and what happened in this run, for the progress bar, the summary and the manifest."""
+    """Counts over all records of the folder, those of earlier runs included, for progress, summary and manifest."""
 
     done: int = 0  # records in the folder
-    new: int = 0  # of which this run made
-    planned: int = 0  # samples that this run wants, those that are there already included
+    new: int = 0  # records that this run made
+    planned: int = 0  # samples that this run wants, stored ones included
     dropped: int = 0  # later turns of conversations that ended early
     failed: int = 0
     skipped: Counter = field(default_factory=Counter)
@@ -30,8 +33,8 @@ class Counts:
     open_reasoning: int = 0  # replies that ended by themselves without a closing token
     tool_calls: int = 0
     tool_calls_in_reasoning: int = 0
-    other_prompt: int = 0  # the server's prompt is not the one that our template makes
-    compared: int = 0  # replies whose rebuilt ids could be held against the server's ids, or their number
+    other_prompt: int = 0  # records whose prompt has other tokens on the server than by our template
+    compared: int = 0  # replies whose rebuilt ids were compared with the server's ids, or with their number
     mismatched: int = 0
     finish_reasons: Counter = field(default_factory=Counter)
     reasoning_fields: Counter = field(default_factory=Counter)
@@ -39,69 +42,110 @@ class Counts:
     lengths: array = field(default_factory=lambda: array("l"))
     seconds: array = field(default_factory=lambda: array("f"))
 
-    def add(self, record: dict, protocol: Protocol) -> None:
+    def add(self, record: Record, protocol: Protocol) -> None:
         """Count one record of the folder."""
-        received, output_ids = record["received"], record["output_ids"]
-        reply = protocol.split(record["prompt_ids"], output_ids)
+        received, prompt_ids, output_ids = record.received, record.prompt_ids, record.output_ids
+        reply = protocol.split(prompt_ids, output_ids)
         self.done += 1
-        self.prompt_tokens += len(record["prompt_ids"])
+        self.prompt_tokens += len(prompt_ids)
         self.output_tokens += len(output_ids)
-        self.with_reasoning += bool(record["reasoning"])
-        thinking = protocol.think_open_in_prompt(record["prompt_ids"])
-        self.open_reasoning += thinking and reply.ended and not reply.closed
+        self.with_reasoning += bool(record.reasoning)
+        self.open_reasoning += protocol.think_open_in_prompt(prompt_ids) and reply.ended and not reply.closed
         self.tool_calls += not protocol.tool_ids.isdisjoint(output_ids)
         self.tool_calls_in_reasoning += not protocol.tool_ids.isdisjoint(reply.reasoning_ids)
         self.other_prompt += not received["prompt_as_ours"]
         self.compared += received["rebuilt_equal"] is not None
         self.mismatched += received["rebuilt_equal"] is False
-        self.finish_reasons[record["finish_reason"]] += 1
+        self.finish_reasons[record.finish_reason] += 1
         self.reasoning_fields[received["reasoning_field"] or "none"] += 1
-        self.ids_from[record["ids_from"]] += 1
+        self.ids_from[record.ids_from] += 1
         self.lengths.append(len(output_ids))
-        self.seconds.append(record["seconds"])
+        self.seconds.append(record.seconds)
 
     def as_dict(self) -> dict:
         """Plain counts for the manifest."""
         return {k: dict(v) if isinstance(v, Counter) else v for k, v in vars(self).items() if not isinstance(v, array)}
 
 
-class Stored:
-    """The records that are in the folder already, by id: where each begins, not what it says, so memory stays flat."""
+class StoredRecords:
+    """The records that a folder holds: their counts, and where each begins, so that memory stays flat."""
 
-    def __init__(self, paths: list[Path], counts: Counts, protocol: Protocol):
-        self.paths = paths
-        self.places: dict[int, int] = {}  # id as a number -> part * 2**40 + offset
-        for number, path in enumerate(self.paths):
-            for at, record in read_jsonl_at(path):
+    def __init__(self, paths: list[Path], protocol: Protocol):
+        self.paths, self.protocol, self.counts = paths, protocol, Counts()
+        self._offsets: dict[int, int] = {}  # id as a number -> file number * 2**40 + byte offset
+        for number, path in enumerate(paths):
+            for offset, value in read_jsonl_at(path):
                 try:
-                    self.places[int(record["id"], 16)] = number << 40 | at
-                    counts.add(record, protocol)
+                    record = Record.from_json(value)
+                    self._offsets[int(record.id, 16)] = number << 40 | offset
+                    self.counts.add(record, protocol)
                 except (KeyError, TypeError, ValueError) as error:
-                    reason = f"byte {at}: no record of this stage ({type(error).__name__}: {error})"
+                    reason = f"byte {offset}: not a record of this stage ({type(error).__name__}: {error})"
                     raise UserError(f"{path}: {reason}; use --fresh or another --run-dir") from None
 
     def __len__(self) -> int:
-        return len(self.places)
+        return len(self._offsets)
 
     def __contains__(self, id: str) -> bool:
-        return int(id, 16) in self.places
+        return int(id, 16) in self._offsets
 
-    def record(self, id: str) -> dict:
-        place = self.places[int(id, 16)]
-        with open(self.paths[place >> 40], "rb") as file:
-            file.seek(place & (2**40 - 1))
-            return json.loads(file.readline())
+    def record(self, id: str) -> Record:
+        number, offset = divmod(self._offsets[int(id, 16)], 2**40)
+        with open(self.paths[number], "rb") as file:
+            file.seek(offset)
+            return Record.from_json(json.loads(file.readline()))
+
+    def skip(self, reason: str, detail: str = "", **where) -> None:
+        """Count a question that is not asked."""
+        self.counts.skipped[reason] += 1
 
 
-class FailureList:
-    """failures.jsonl: what this run did not get, and why. Each run begins it anew, since each looks at all rows."""
+class RecordFolder(StoredRecords):
+    """The folder of stage 01b, open for writing. A context manager: leaving it saves the counts in the manifest.
 
-    def __init__(self, folder: Path):
-        self.file = open(folder / FAILURES, "wb", buffering=0)  # noqa: SIM115
+    failures.jsonl begins empty in each run, since each run looks at all questions again.
+    """
 
-    def append(self, kind: str, reason: str, detail: str = "", **where) -> None:
-        """`kind`: "skipped" (can't be asked) or "failed" (was asked; a rerun asks again)."""
-        self.file.write(json_line({"kind": kind, "reason": reason, "detail": detail, **where}))
+    def __init__(self, folder: Path, manifest: Manifest, protocol: Protocol):
+        self.folder, self.manifest, self.lines = folder, manifest, JsonlParts(folder)
+        super().__init__(self.lines.paths(), protocol)
+        self.failures = open(folder / FAILURES, "wb", buffering=0)  # noqa: SIM115
 
-    def close(self) -> None:
-        self.file.close()
+    def __enter__(self) -> "RecordFolder":
+        return self
+
+    def __exit__(self, *error) -> None:
+        self.lines.close()
+        self.failures.close()
+        before, self.manifest.files = self.manifest.files, {}
+        *full, last = self.lines.paths() or [None]
+        for path in full:  # a full part file never changes again, so its hash is known
+            if path.name in before and before[path.name]["bytes"] == path.stat().st_size:
+                self.manifest.files[path.name] = before[path.name]
+            else:
+                self.manifest.add_file(self.folder, path.name)
+        if last is not None:
+            self.manifest.add_file(self.folder, last.name)
+        self.manifest.counts = self.counts.as_dict()
+        self.manifest.save(self.folder)
+
+    def append(self, record: Record) -> None:
+        """Store one new record."""
+        self.lines.append(record.to_json())
+        self.counts.add(record, self.protocol)
+        self.counts.new += 1
+        self.counts.new_output_tokens += len(record.output_ids)
+
+    def skip(self, reason: str, detail: str = "", **where) -> None:
+        """Count and list a question that is not asked. A duplicate is not listed: its twin is asked."""
+        super().skip(reason, detail, **where)
+        if reason != DUPLICATE:
+            self._list("skipped", reason, detail=detail, **where)
+
+    def fail(self, id: str, source: dict, reason: str) -> None:
+        """Count and list a sample that was asked for and not received; a rerun asks for it again."""
+        self.counts.failed += 1
+        self._list("failed", reason, detail="", id=id, source=source)
+
+    def _list(self, kind: str, reason: str, **more) -> None:
+        self.failures.write(json_line({"kind": kind, "reason": reason, **more}))

@@ -55,6 +55,16 @@ def test_a_closing_token_that_the_budget_wrote_is_noted(reader, budget, forced):
     assert found["a"].facts["forced"] == forced and found["b"].facts["forced"] is None
 
 
+def test_the_record_says_who_closed_the_reasoning(reader):
+    """Not its length: a target that writes the opening token itself reaches the budget one reasoning token earlier."""
+    sampling = {"temperature": 0.0, "thinking_budget": 3}
+    by_budget = record("a", sampling=sampling, budget_closed=True)
+    by_target = record("b", sampling=sampling | {"thinking_budget": 2}, budget_closed=False)
+    read = streams(reader(by_budget, by_target))
+    assert read["a"].facts["forced"] == len(PROMPT) + 2
+    assert read["b"].facts["forced"] is None
+
+
 def test_case_3_a_reply_cut_while_thinking_is_kept_as_it_is(reader):
     cut = record("a", output=[300, 301, 302], finish="length", content=None)
     stream = streams(reader(cut))["a"]

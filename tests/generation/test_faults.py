@@ -223,11 +223,11 @@ def test_resume_under_other_settings_is_refused(place):
 
 def test_dry_run_touches_nothing(place):
     code, out, _ = place.ask(5).run("--dry-run", "--max-tokens=100")
-    assert code == 0 and "5 wanted, 0 there already, 5 to generate" in out and "at most 500" in out
+    assert code == 0 and "5 wanted, 0 stored already, 5 to generate" in out and "at most 500" in out
     assert not (place.folder / "run").exists() and place.server.bodies == []
     place.run("--n=2", "--max-tokens=100")
     before = sorted((path, path.stat().st_mtime_ns) for path in place.stage.parent.rglob("*"))
-    assert "5 wanted, 2 there already, 3 to generate" in place.run("--dry-run", "--max-tokens=100")[1]
+    assert "5 wanted, 2 stored already, 3 to generate" in place.run("--dry-run", "--max-tokens=100")[1]
     assert sorted((path, path.stat().st_mtime_ns) for path in place.stage.parent.rglob("*")) == before
 
 

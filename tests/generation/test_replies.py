@@ -1,5 +1,7 @@
 """What 01b makes of the replies that servers send: cases 1 to 12, 15 and 16 over HTTP."""
 
+import json
+
 import pytest
 
 from tests.support.fault_server import Reply
@@ -147,6 +149,27 @@ def test_what_arrives_on_the_wire(place):
     for key in ("thinking_budget", "temperature", "top_p", "max_tokens", "seed", "repeats", "thinking"):
         assert f"generate.{key}" in place.manifest["fingerprint"]
     assert place.manifest["fingerprint"]["questions.system_prompt"] == "Be brief."
+
+
+def test_who_closed_the_reasoning_is_stored(place, tiny):
+    """A server does not tell; a budget closes reasoning of its length, a shorter one the target closed itself."""
+    long, short = {"reasoning": "one two three four five six"}, {"reasoning": "a"}
+    place.server.behave = lambda number, body: (long if asked(body) == "question 0" else short) | {"content": "b"}
+    budget = len(tiny.text_ids(long["reasoning"]))
+    assert place.ask(2).run(f"--thinking-budget={budget}")[0] == 0
+    closed = {record["messages"][0]["content"]: record["budget_closed"] for record in place.records}
+    assert closed == {"question 0": True, "question 1": False}
+    assert place.run(f"--thinking-budget={budget}")[0] == 0  # the reader takes what the writer wrote
+
+
+def test_records_from_before_budget_closed_are_resumed(place):
+    assert place.ask(3).run("--n=2")[0] == 0
+    part = place.stage / "part-00000.jsonl"
+    older = [{key: value for key, value in record.items() if key != "budget_closed"} for record in place.records]
+    part.write_text("".join(json.dumps(record) + "\n" for record in older))
+    assert place.run()[0] == 0
+    assert (place.counts["done"], place.counts["new"]) == (3, 1)
+    assert ["budget_closed" in record for record in place.records] == [False, False, True]
 
 
 def test_instant_mode(place, tiny):

@@ -7,6 +7,7 @@ import subprocess
 import time
 
 import pytest
+import torch
 
 from common.generation.engine import Request, Sampling
 from common.pipeline.settings import Target
@@ -84,7 +85,7 @@ def test_as_a_process(place, tiny):
     record = place.records[0]
     assert set(record) == {
         "id", "source", "messages", "reasoning", "content", "finish_reason", "prompt_ids", "output_ids", "ids_from",
-        "received", "usage", "sampling", "model", "server", "seconds",
+        "received", "usage", "sampling", "model", "server", "seconds", "budget_closed",
     }  # fmt: skip
     assert set(record["source"]) == {"dataset", "split", "row", "turn", "repeat", "question"}
     check_sound(place.records, tiny)
@@ -101,7 +102,7 @@ def test_torn_last_line_is_cut_and_asked_again(place):
     part = place.stage / "part-00000.jsonl"
     part.write_bytes(part.read_bytes()[:-40])
     code, out, _ = place.run()
-    assert code == 0 and "a torn last line" in out
+    assert code == 0 and "cut off a torn last line" in out
     assert len(place.records) == 5 and place.counts["new"] == 1
 
 
@@ -109,7 +110,7 @@ def test_foreign_records_are_named(place):
     place.ask(2).run()
     (place.stage / "part-00000.jsonl").write_text('{"id": "ab"}\n')
     code, _, err = place.run()
-    assert code == 2 and "part-00000.jsonl: byte 0: no record of this stage" in only_error(err)
+    assert code == 2 and "part-00000.jsonl: byte 0: not a record of this stage" in only_error(err)
 
 
 def test_target_that_does_not_think(place, tiny_target, tmp_path):
@@ -214,6 +215,22 @@ def test_local_replies_keep_the_protocol(local):
         assert answer.usage["completion_tokens"] == len(answer.output_ids)
 
 
+def test_local_engine_tells_who_closed_the_reasoning(local):
+    """The budget for one row, the target itself for another; no closing token at all where the request ends before."""
+    from common.generation.local_engine import ThinkingBudget
+
+    close, end = local.protocol.think_close, local.protocol.end
+    budget = ThinkingBudget(1, 3, close, end)
+    assert budget(torch.tensor([[9, 1, 1], [9, 1, 1]]), torch.zeros(2, 20)).sum() == 0 and budget.closed is None
+    budget(torch.tensor([[9, 1, close, 1], [9, 1, 1, 1]]), torch.zeros(2, 20))
+    assert budget.closed.tolist() == [False, True]
+    sampling = Sampling(thinking=True, thinking_budget=6, temperature=1.0, top_p=0.9, max_tokens=24)
+    closed, cut = local.decode([local_request(local, 1), local_request(local, 1, 6)], sampling)
+    assert closed.output_ids[6] == close
+    assert closed.budget_closed is True
+    assert cut.budget_closed is False
+
+
 def test_local_greedy_ignores_the_seed(local):
     sampling = Sampling(thinking=True, thinking_budget=4, temperature=0.0, top_p=1.0, max_tokens=8)
     first, second = local.decode([local_request(local, 1, 8), local_request(local, 2, 8)], sampling)
@@ -222,11 +239,11 @@ def test_local_greedy_ignores_the_seed(local):
 
 def test_local_batch_ends_when_told(local):
     sampling = Sampling(thinking=True, thinking_budget=0, temperature=0.0, top_p=1.0, max_tokens=500)
-    local.stopping.asked = True
+    local.stopping.requested = True
     try:
         (answer,) = local.decode([local_request(local, 1, 500)], sampling)
     finally:
-        local.stopping.asked = False
+        local.stopping.requested = False
     assert len(answer.output_ids) == 1
 
 
