@@ -8,54 +8,68 @@ from fractions import Fraction
 from tqdm import tqdm
 
 PLAIN_LINE_EVERY_S = 10.0
+WARM_UP_S = (2.0, 20.0)  # least and most time from the first finished units to the first ETA
 
 
 class Progress:
-    """Counts up to `total` units with rate, ETA and free `facts` beside them. A context manager.
+    """Counts up to `total` units; shows the rate, the ETA and free `facts` beside them. A context manager.
 
+    The rate is measured from the first finished units on, which wait for start-up, compilation or a whole batch. It is
+    shown with an ETA only after two more updates and after as long again as the first one took (2 to 20 s).
     `shown=False`: prints nothing (ranks other than the first).
     """
 
     def __init__(self, label: str, total: int | None, unit: str, done: int = 0, shown: bool = True):
-        self.shown, self.plain = shown, not sys.stderr.isatty()
+        self.label, self.total, self.unit, self.done, self.shown = label, total, unit, done, shown
+        self.plain, self.facts = not sys.stderr.isatty(), ""
+        self.started = self.last_line = time.monotonic()
+        self.updates, self.first_at, self.first_done = 0, self.started, done
         self.bar = tqdm(
             total=total,
             desc=label,
-            unit=f" {unit}",
             initial=done,
             disable=self.plain or not shown,
             dynamic_ncols=True,
-            smoothing=0.1,
+            bar_format="{l_bar}{bar}| {n_fmt}/{total_fmt} [{elapsed}{postfix}]",
         )
-        self.label, self.total, self.unit, self.initial, self.done = label, total, unit, done, done
-        self.started = self.last_line = time.monotonic()
-        self.facts = ""
 
     def update(self, count: int = 1, **facts) -> None:
+        """`count` more units are done; 0 only shows new facts."""
         self.done += count
         self.facts = "  ".join(f"{key}={value}" for key, value in facts.items())
+        now = time.monotonic()
+        if count:
+            self.updates += 1
+            if self.updates == 1:
+                self.first_at, self.first_done = now, self.done
         if self.plain:
-            if time.monotonic() - self.last_line >= PLAIN_LINE_EVERY_S:
+            if now - self.last_line >= PLAIN_LINE_EVERY_S:
                 self._line()
         else:
-            self.bar.set_postfix_str(self.facts, refresh=False)
+            self.bar.set_postfix_str(self._status(now), refresh=False)
             self.bar.update(count)
 
     def resize(self, total: int) -> None:
-        """Correct the total when more or less turns out to be there."""
+        """Correct the total once the real number of units is known."""
         self.total = self.bar.total = total
+
+    def _status(self, now: float) -> str:
+        warm_up_s = min(max(self.first_at - self.started, WARM_UP_S[0]), WARM_UP_S[1])
+        texts = []
+        if self.updates > 2 and now - self.first_at >= warm_up_s:
+            rate = (self.done - self.first_done) / (now - self.first_at)
+            texts.append(f"{rate:.3g} {self.unit}/s")
+            if self.total and self.done < self.total:
+                texts.append(f"ETA {tqdm.format_interval((self.total - self.done) / rate)}")
+        return "  ".join([*texts, self.facts] if self.facts else texts)
 
     def _line(self) -> None:
         if not self.shown:
             return
-        self.last_line = time.monotonic()
-        elapsed = self.last_line - self.started
-        rate = (self.done - self.initial) / elapsed if elapsed > 0 else 0.0
+        self.last_line = now = time.monotonic()
         of = f"/{self.total}" if self.total else ""
-        eta = f"  ETA {tqdm.format_interval((self.total - self.done) / rate)}" if self.total and rate else ""
-        facts = f"  {self.facts}" if self.facts else ""
-        line = f"{self.label}: {self.done}{of} {self.unit}  {rate:.3g} {self.unit}/s  {elapsed:.0f} s{eta}{facts}"
-        print(line, file=sys.stderr, flush=True)
+        line = f"{self.label}: {self.done}{of} {self.unit}  {now - self.started:.0f} s  {self._status(now)}"
+        print(line.rstrip(), file=sys.stderr, flush=True)
 
     def __enter__(self) -> "Progress":
         return self
