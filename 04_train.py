@@ -9,11 +9,11 @@
     python 04_train.py --check-export runs/kimi-k2.5/04_draft/export
     python 04_train.py --serve-eval http://localhost:8000 --without-draft http://localhost:8001 --questions file.jsonl
 
-Reads RUN/03_dataset and the shards of RUN/02_hidden; writes RUN/04_draft: checkpoints, metrics.jsonl, report.html and
-export/, the folder to serve. What is exported is the checkpoint with the best held-out acceptance length.
+Reads RUN/03_dataset and the shards of RUN/02_hidden; writes RUN/04_draft: checkpoints, metrics.jsonl, report.json,
+report.html and export/, the folder to serve: the checkpoint with the best held-out acceptance length.
 Ctrl-C and SIGTERM checkpoint first; the same command goes on, to the same losses as an unbroken run.
 --check-export says what vLLM and SGLang would do with any EAGLE-3 folder, ours or a published one.
---serve-eval asks a running vLLM server and reads its counters; writes serve_eval.json and a section of report.html.
+--serve-eval asks a running vLLM server and reads its counters; adds them to report.json and report.html.
 """
 
 import os
@@ -24,7 +24,7 @@ from common.forecast.tables import ask_nobody, is_there, show_forecast, show_mis
 from common.pipeline.command_line import Settings, load_settings
 from common.pipeline.console import Progress, say, table
 from common.pipeline.errors import TooManyFailures, UserError, guarded
-from common.pipeline.files import write_json, write_text
+from common.pipeline.files import write_text
 from common.pipeline.manifest import DATASET, DRAFT, HIDDEN, MANIFEST, Manifest, open_stage, stage_lock
 
 STAGE, INPUT, STATES = DRAFT, DATASET, HIDDEN
@@ -170,7 +170,7 @@ def finish(run, folder: Path, manifest: Manifest, settings: Settings, checkpoint
 
     for path in (*served.iterdir(), *(other.iterdir() if other.exists() else ())):
         manifest.add_file(folder, str(path.relative_to(folder)))
-    for name in ("metrics.jsonl", "report.html"):
+    for name in ("metrics.jsonl", "report.json", "report.html"):
         manifest.add_file(folder, name)
     manifest.counts = {"steps": run.step, "tokens": run.tokens, "seconds": run.seconds, "chosen_step": chosen}
     manifest.counts |= {"acceptance": figures, "baselines": run.baselines}
@@ -193,8 +193,8 @@ def finish(run, folder: Path, manifest: Manifest, settings: Settings, checkpoint
 
 
 def measure_serving(settings: Settings, folder: Path) -> None:
-    """Ask a running server that drafts; serve_eval.json, a section of report.html, a table."""
-    from common.report.serving_section import RESULT, refresh
+    """Ask a running server that drafts; adds its figures to report.json and report.html, and prints them."""
+    from common.report.report import add_serving
     from common.servers.measure_draft import QUESTIONS, measure, read_questions, summary
 
     s = settings.serving
@@ -206,25 +206,21 @@ def measure_serving(settings: Settings, folder: Path) -> None:
     if settings.dry_run:
         return
     facts = measure(s, settings.target, settings.file["generate"], questions)
-    folder.mkdir(parents=True, exist_ok=True)
-    write_json(folder / RESULT, facts)
-    table([*summary(facts), ("written", str(folder / RESULT))])
+    shown = add_serving(folder, facts)
+    table([*summary(facts), ("written", str(folder / "report.json"))])
     try:
         with stage_lock(settings.run_dir / f".{STAGE}-0"):
-            put_in = refresh(folder / "report.html")
-            if put_in and (folder / MANIFEST).exists():
+            if (folder / MANIFEST).exists():
                 manifest = Manifest.load(folder, STAGE)
-                manifest.add_file(folder, "report.html")
+                for name in ("report.json", "report.html") if shown else ("report.json",):
+                    manifest.add_file(folder, name)
                 manifest.save(folder)
-        say(
-            f"  {folder / 'report.html'}: "
-            + ("has a section on it" if put_in else "will have a section once 04 writes it")
-        )
     except UserError as error:
-        say(f"  {error}: the next report of that run will have the section")
+        say(f"  {error}: its last report is the one that the manifest will name")
+    say(f"  {folder / 'report.html'}: {'has' if shown else 'will have'} a section on the server")
     failed = facts["with_draft"]["failed"]
     if failed > MAX_FAILED_SHARE * len(questions):
-        raise TooManyFailures(f"{failed} of {len(questions)} questions failed; {folder / RESULT} has the others")
+        raise TooManyFailures(f"{failed} of {len(questions)} questions failed; {folder / 'report.json'} has the others")
 
 
 if __name__ == "__main__":

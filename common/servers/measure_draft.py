@@ -153,7 +153,7 @@ def speed(replies: list[Reply], seconds: float) -> dict:
 
 
 def measure(settings: Serving, target: Target, generate: Generate, questions: list[Question]) -> dict:
-    """Ask every question of the drafting server, and of the one without a draft; what serve_eval.json holds."""
+    """Ask every question of the drafting server, and of the one without a draft; returns figures for the report."""
     server = Server(settings.serve_eval, generate.api_key, settings.eval_timeout_s, generate.served_model)
     plain = None
     if settings.without_draft:

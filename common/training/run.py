@@ -283,10 +283,9 @@ class TrainingRun:
         return chosen
 
     def write_report(self, chosen: int, replies: list) -> None:
-        """report.html as of now: curves, tables, and the first held-out replies with what was accepted of them."""
+        """report.json and report.html as of now, with the first held-out replies and what was accepted of them."""
         samples = sample_views(self.held_out, replies, self.protocol, int(self.main_k), SHOWN_SAMPLES)
-        path = self.folder / "report.html"
-        write_report(path, self.report_facts(chosen), self.metrics(), samples, self.others)
+        write_report(self.folder, self.report_facts(chosen), self.metrics(), samples, self.others)
 
     def report_facts(self, chosen: int) -> dict:
         """What report.html says beside the curves."""

@@ -7,8 +7,7 @@ import pytest
 
 from common.pipeline.errors import UserError
 from common.pipeline.manifest import Manifest
-from common.report.plots import fixed
-from common.report.report import write_report
+from common.report.report import fixed, write_report
 from common.servers.draft_counters import DraftCounts, draft_counts, samples
 from tests.support.draft_server import DraftServer, K
 from tests.support.stages import DEMO, only_error, run_here
@@ -85,7 +84,7 @@ def serve_eval(run, server, *flags):
 
 
 def result(run) -> dict:
-    return json.loads((run / "04_draft/serve_eval.json").read_text())
+    return json.loads((run / "04_draft/report.json").read_text())["serving"]
 
 
 def test_with_and_without_the_draft(tmp_path, questions):
@@ -161,19 +160,22 @@ def test_wrong_servers(tmp_path, questions):
 def test_the_report_gets_a_section_and_keeps_it(tmp_path, questions):
     folder = tmp_path / "04_draft"
     folder.mkdir()
-    write_report(folder / "report.html", {"title": "t"}, [], [])
+    facts = {"title": "t", "draft": {}, "data": {}, "train": {"draft_cost": 0.1}, "environment": {}, "lengths": []}
+    facts |= {"baselines": {}, "chosen_step": 1}
+    write_report(folder, facts, [], [], {})
     manifest = Manifest("04_draft", {})
-    manifest.add_file(folder, "report.html")
+    for name in ("report.json", "report.html"):
+        manifest.add_file(folder, name)
     manifest.save(folder)
     assert "On a running server" not in (folder / "report.html").read_text()
     with DraftServer() as server:
         for _ in range(2):
             code, out, _ = serve_eval(tmp_path, server, "--questions", questions)
             assert code == 0
-            assert "report.html: has a section on it" in out
+            assert "report.html: has a section on the server" in out
             text = (folder / "report.html").read_text()
             assert text.count("On a running server") == 1
             assert fixed(result(tmp_path)["with_draft"]["length"]) in text
             assert Manifest.load(folder, "04_draft").verify(folder) == []
-    write_report(folder / "report.html", {"title": "t"}, [], [])  # the run's next report
+    write_report(folder, facts, [], [], {})  # the run's next report
     assert (folder / "report.html").read_text() == text

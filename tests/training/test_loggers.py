@@ -132,9 +132,9 @@ def test_the_report_grows_with_each_evaluation_and_shows_other_runs(run, tmp_pat
 
     seen, real = [], module.write_report
 
-    def watched(path, facts, lines, samples, others):
+    def watched(folder, facts, lines, samples, others):
         seen.append((facts["chosen_step"], len([m for m in lines if m["kind"] == "eval"]), len(samples), set(others)))
-        real(path, facts, lines, samples, others)
+        real(folder, facts, lines, samples, others)
 
     other = tmp_path / "other-run"
     (other / "04_draft").mkdir(parents=True)

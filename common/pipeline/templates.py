@@ -1,0 +1,17 @@
+"""Text files made from jinja2 templates."""
+
+from pathlib import Path
+
+
+def render(template: Path, **values) -> str:
+    """Fill in a template; in a `.html.jinja` file every value is escaped. A name without a value is an error."""
+    from jinja2 import Environment, FileSystemLoader, StrictUndefined
+
+    environment = Environment(
+        loader=FileSystemLoader(template.parent),
+        autoescape=template.name.endswith(".html.jinja"),
+        undefined=StrictUndefined,
+        trim_blocks=True,
+        lstrip_blocks=True,
+    )
+    return environment.get_template(template.name).render(values)
