@@ -87,10 +87,10 @@ def tiny(tiny_target):
 def place(tiny, tiny_target, tmp_path):
     """01b against a server that does what it is told."""
     from tests.support.fault_server import FaultServer
-    from tests.support.generation import Place
+    from tests.support.generation import GenerationRun
 
     with FaultServer(tiny) as server:
-        yield Place(tmp_path, tiny_target, server)
+        yield GenerationRun(tmp_path, tiny_target, server)
 
 
 @pytest.fixture
@@ -112,11 +112,19 @@ def server(spool):
 @pytest.fixture(scope="session")
 def records(tmp_path_factory) -> Path:
     """What is there before 02, in small: a target with random weights, its config, records."""
-    from tests.support.tiny_window import build
+    from tests.support.random_target import build
 
     folder = tmp_path_factory.mktemp("records")
     build(folder)
     return folder
+
+
+@pytest.fixture
+def run(tmp_path, demo_target) -> Path:
+    """A run folder with what 02 and 03 leave of made-up states: 04 takes milliseconds a step on it."""
+    from tests.support import tiny_training
+
+    return tiny_training.build(tmp_path / "run")
 
 
 @pytest.fixture(scope="session")

@@ -60,6 +60,15 @@ def test_scripts_never_import_each_other():
         assert "importlib" not in text or path.parent.name == "demo", path  # the detour round this rule
 
 
+def test_test_files_import_no_test_files():
+    """What two of them share lies in tests/support or in a conftest.py."""
+    files = sorted((ROOT / "tests").rglob("*.py"))
+    stems = {path.stem for path in files if path.stem.startswith("test_")}
+    assert {
+        str(path): found for path in files if (found := stems & {n for name in imported(path) for n in name.split(".")})
+    } == {}
+
+
 def test_no_file_is_long():
     files = [*ROOT.glob("*.py"), *(ROOT / "common").rglob("*.py"), *(ROOT / "tests").rglob("*.py")]
     lengths = {str(path.relative_to(ROOT)): len(path.read_text("utf-8").splitlines()) for path in files}

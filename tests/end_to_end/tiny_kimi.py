@@ -19,7 +19,7 @@ import torch
 from safetensors.torch import save_file
 from transformers import DeepseekV3Config, DeepseekV3ForCausalLM
 
-from tests.end_to_end.kimi_vocabulary import add_fast_tokenizer, build_vocabulary, write_json
+from tests.support.kimi_vocabulary import add_fast_tokenizer, build_vocabulary, write_json
 
 KIMI_STD = 0.02  # of the initial weights
 LEARNER_STD = 0.1  # Kimi's is for a width of 7168; at 64 it learns half as fast

@@ -9,7 +9,7 @@ from safetensors.torch import load_file, save_file
 from common.export.engine_check import inspect
 from common.export.findings import SGLANG, VLLM
 from common.export.speculators_layout import write_speculators
-from tests.export.test_served_folder import KEPT, write
+from tests.support.draft_folder import KEPT, write
 from tests.support.stages import DEMO, run_here
 
 IDS = "eagle_aux_hidden_state_layer_ids"

@@ -8,16 +8,11 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 
-from common.dataset.draft_vocabulary import mappings
-from common.draft.config import DraftConfig
-from common.draft.network import Draft, rope_frequencies
+from common.draft.network import rope_frequencies
 from common.export.served_folder import check_export, describe, export, read_draft_config
 from common.pipeline.errors import UserError
+from tests.support.draft_folder import KEPT, TEXT, make_draft, write
 
-KEPT = torch.tensor([0, 3, 4, 7, 9, 11])
-SIZES = {"hidden_size": 8, "intermediate_size": 12, "num_attention_heads": 2, "num_key_value_heads": 1, "head_dim": 4}
-MLA = {"kv_lora_rank": 6, "q_lora_rank": 5, "qk_nope_head_dim": 4, "qk_rope_head_dim": 2, "v_head_dim": 3}
-TEXT = {"bos_token_id": 1, "eos_token_id": 2}
 LAYER = {
     "midlayer.mlp.gate_proj.weight", "midlayer.mlp.up_proj.weight", "midlayer.mlp.down_proj.weight",
     "midlayer.input_layernorm.weight", "midlayer.hidden_norm.weight", "midlayer.post_attention_layernorm.weight",
@@ -35,19 +30,6 @@ ATTENTION = {
     "llama": {"q_proj", "k_proj", "v_proj", "o_proj"},
     "mla": {"q_a_proj", "q_a_layernorm", "q_b_proj", "kv_a_proj_with_mqa", "kv_a_layernorm", "kv_b_proj", "o_proj"},
 }
-
-
-def make_draft(form="llama", kept=KEPT, **options) -> tuple[Draft, torch.Tensor, torch.Tensor]:
-    sizes = SIZES | ({"num_key_value_heads": 2, **MLA} if form == "mla" else {}) | options
-    config = DraftConfig(form=form, **sizes, vocab_size=12, draft_vocab_size=len(kept))
-    draft = Draft(config, torch.randn(12, 8).bfloat16())
-    draft.initialise(None, 0)
-    return draft, *mappings(kept, 12)
-
-
-def write(folder, layers=(2, 5, 9), embedding=True, **options):
-    export(folder, *make_draft(**options), layers, TEXT, embedding)
-    return folder
 
 
 @pytest.fixture(scope="module")

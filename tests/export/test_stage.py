@@ -3,7 +3,6 @@
 import json
 import re
 import shlex
-import signal
 
 import pytest
 import torch
@@ -17,22 +16,12 @@ from common.export.speculators_layout import write_speculators
 from common.pipeline.errors import UserError
 from common.pipeline.manifest import Manifest
 from common.pipeline.settings import Target
-from tests.export.test_served_folder import write
 from tests.support import tiny_training
-from tests.support.stages import DEMO, only_error, run_here
+from tests.support.draft_folder import write
+from tests.support.stages import only_error
 
-FLAGS = ("--no-compile", "--unrolled-steps", 2, "--learning-rate", 0.02, "--precision", "fp32", "--epochs", 1)
-FLAGS += ("--checkpoint-every", 1, "--keep-checkpoints", 99)
+FLAGS = ("--checkpoint-every", 1, "--keep-checkpoints", 99)
 CARD_FACTS = {"chosen_step": 7, "draft": {}, "data": {}, "train": {"x": "a|b"}}
-
-
-@pytest.fixture(autouse=True, scope="module")
-def signals():
-    """04 takes over two signals of the process that it runs in."""
-    before = {number: signal.getsignal(number) for number in (signal.SIGTERM, signal.SIGINT)}
-    yield
-    for number, handler in before.items():
-        signal.signal(number, handler)
 
 
 @pytest.fixture(scope="module")
@@ -45,7 +34,7 @@ def run(tmp_path_factory, demo_target):
 
 
 def train(folder, *flags) -> tuple[int, str, str]:
-    return run_here("04", "--config", DEMO, "--run-dir", folder, *FLAGS, *flags)
+    return tiny_training.train(folder, *FLAGS, *flags)
 
 
 def head(folder) -> torch.Tensor:

@@ -16,9 +16,8 @@ from common.export.speculators_layout import write_speculators
 from common.export.warm_start import read_published, weight_hashes
 from tests.support import tiny_training
 from tests.support.stages import only_error
-from tests.training.test_stage import exported, metrics, signals, train
+from tests.support.tiny_training import exported, metrics, train
 
-__all__ = ["signals"]
 NESTED = "eagle_aux_hidden_state_layer_ids"
 KEPT = torch.tensor([2, 5, 15, 16, *range(31, 51)])  # not what the tiny data would choose
 
@@ -33,11 +32,6 @@ def published(tmp_path):
     draft.initialise(None, 3, std=0.1)
     export(tmp_path / "published", draft, *mappings(KEPT, tiny_training.VOCAB), tiny_training.LAYERS, {})
     return tmp_path / "published"
-
-
-@pytest.fixture
-def run(tmp_path, demo_target):
-    return tiny_training.build(tmp_path / "run")
 
 
 def change(folder, tensors=None, **config) -> None:

@@ -6,7 +6,7 @@ import pytest
 
 from common.dataset.shards import Shard
 from common.pipeline.manifest import Manifest
-from tests.support.tiny_window import Place
+from tests.support.random_target import RandomTargetRun
 
 LIMIT = 20  # tokens: cuts most of the records
 
@@ -14,10 +14,10 @@ LIMIT = 20  # tokens: cuts most of the records
 @pytest.fixture
 def place(records, tmp_path):
     """Runs a stage in a run folder of this test's own."""
-    return Place(records, tmp_path / "run")
+    return RandomTargetRun(records, tmp_path / "run")
 
 
-def rewrite(place: Place, change) -> list[dict]:
+def rewrite(place: RandomTargetRun, change) -> list[dict]:
     """The records, each changed by `change(number, record)`, as 01b would have left them."""
     folder = place.run / "01_synthetic"
     records = [json.loads(line) for line in (folder / "part-00000.jsonl").read_text("utf-8").splitlines()]
@@ -30,7 +30,7 @@ def rewrite(place: Place, change) -> list[dict]:
     return records
 
 
-def stored(place: Place) -> dict[str, list[int]]:
+def stored(place: RandomTargetRun) -> dict[str, list[int]]:
     """By id, the tokens of every sequence that has states."""
     shards = [Shard(place.hidden / name) for name in Manifest.load(place.hidden, "02_hidden").files]
     return {shard.facts[i]["id"]: shard.sequence(i)[0].tolist() for shard in shards for i in range(len(shard))}

@@ -11,7 +11,7 @@ import time
 import pytest
 
 from tests.support.fault_server import FaultServer, Reply
-from tests.support.generation import Place, asked, check_sound
+from tests.support.generation import GenerationRun, asked, check_sound
 from tests.support.stages import ROOT, only_error
 
 HTML = Reply(body=b"<html>Bad gateway</html>", headers={"content-type": "text/html"})
@@ -25,7 +25,7 @@ def quick_pauses(monkeypatch):
     monkeypatch.setattr("common.generation.openai_engine.POLL_S", 0.05)
 
 
-def rerun_does_only_the_rest(place: Place, tiny, n: int) -> None:
+def rerun_does_only_the_rest(place: GenerationRun, tiny, n: int) -> None:
     """With a sound server the same command asks what is missing, once each, and all is there."""
     place.server.behave = lambda number, body: None
     there, before = len(place.records), len(place.server.bodies)

@@ -1,4 +1,4 @@
-"""Running 01b against the tests' own server: the flags, and what came out."""
+"""01b against the tests' own server: its flags, and readers of what it wrote."""
 
 import json
 from dataclasses import dataclass
@@ -10,15 +10,15 @@ from tests.support.stages import command, run_here
 
 
 @dataclass
-class Place:
-    """A run of 01b in a test's folder: `flags` for the command line, and readers of what it wrote."""
+class GenerationRun:
+    """One run folder, one questions file and one server for 01b."""
 
     folder: Path
     target: Path
     server: FaultServer
 
-    def ask(self, questions: int | list[str | dict]) -> "Place":
-        """Write the questions file."""
+    def ask(self, questions: int | list[str | dict]) -> "GenerationRun":
+        """Write the questions file: rows, texts, or this many made-up questions."""
         if isinstance(questions, int):
             questions = [f"question {i}" for i in range(questions)]
         rows = ({"prompt": row} if isinstance(row, str) else row for row in questions)

@@ -1,11 +1,13 @@
-"""How tests run the numbered scripts: as processes, as a user does, or in this process with a part replaced."""
+"""How tests run the four scripts: as processes, as a user does, or in this process with names replaced."""
 
 import contextlib
 import importlib.util
 import io
 import os
+import signal
 import subprocess
 import sys
+import threading
 from pathlib import Path
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -31,7 +33,10 @@ def script_module(stage: str):
 
 
 def run_here(stage: str, *flags: object, **replaced) -> tuple[int, str, str]:
-    """(exit code, stdout, stderr) of a script's guarded main in this process; `replaced`: names of it to set."""
+    """(exit code, stdout, stderr) of a script's guarded main in this process; `replaced`: the script's names to set.
+
+    Working directory, sys.argv and the handlers of SIGTERM and SIGINT are as before afterwards.
+    """
     from common.pipeline.errors import guarded
 
     module = script_module(stage)
@@ -40,7 +45,7 @@ def run_here(stage: str, *flags: object, **replaced) -> tuple[int, str, str]:
         setattr(module, name, value)
     before, out, err, code = sys.argv, io.StringIO(), io.StringIO(), None
     sys.argv = [str(SCRIPTS[stage]), *map(str, flags)]
-    folder = os.getcwd()
+    folder, handlers = os.getcwd(), [(number, signal.getsignal(number)) for number in (signal.SIGTERM, signal.SIGINT)]
     os.chdir(ROOT)
     try:
         with contextlib.redirect_stdout(out), contextlib.redirect_stderr(err):
@@ -50,6 +55,9 @@ def run_here(stage: str, *flags: object, **replaced) -> tuple[int, str, str]:
     finally:
         sys.argv = before
         os.chdir(folder)
+        if threading.current_thread() is threading.main_thread():  # 04 takes over both signals
+            for number, handler in handlers:
+                signal.signal(number, handler)
     return code, out.getvalue(), err.getvalue()
 
 

@@ -5,12 +5,12 @@ from pathlib import Path
 
 from common.pipeline.settings import Target
 from common.target.protocol import Protocol, load_protocol
-from tests.end_to_end.kimi_vocabulary import SPECIAL_TOKENS, TEXT_TOKENS, build_vocabulary
+from tests.support.kimi_vocabulary import END_THINK, IM_END, SPECIAL_TOKENS, TEXT_TOKENS, THINK, build_vocabulary
 from tests.support.stages import ROOT
 
-TEMPLATE = ROOT / "tests/end_to_end/chat_template.jinja"
+TEMPLATE = ROOT / "tests/support/chat_template.jinja"
 MERGES = [("h", "e"), ("l", "l"), ("ll", "o"), ("he", "llo")]  # "hello" is one token, or two when sampled so (case 7)
-KIMI = {"think_open_id": 163606, "think_close_id": 163607, "end_token": "<|im_end|>", "end_token_id": 163586}
+KIMI = {"think_open_id": THINK, "think_close_id": END_THINK, "end_token": "<|im_end|>", "end_token_id": IM_END}
 
 
 def build_tiny_target(folder: Path) -> Path:

@@ -1,10 +1,11 @@
-"""A data set of made-up states in the folders that 02 and 03 leave, small enough that 04 takes milliseconds a step."""
+"""Made-up states in the folders that 02 and 03 leave, so small that 04 takes milliseconds a step; 04 run on them."""
 
+import json
 from array import array
 from pathlib import Path
 
 import torch
-from safetensors.torch import save_file
+from safetensors.torch import load_file, save_file
 
 from common.dataset.draft_vocabulary import choose_tokens, mappings
 from common.dataset.index import HELD_OUT, TRAIN, IndexBuilder
@@ -14,12 +15,16 @@ from common.dataset.stream import Stream
 from common.pipeline.files import write_json
 from common.pipeline.manifest import Manifest
 from common.pipeline.settings import Dataset
+from tests.support.stages import DEMO, run_here
 
 VOCAB, HIDDEN, LAYERS = 64, 16, (1, 2, 3)
 TEXT = {"hidden_size": HIDDEN, "intermediate_size": 24, "num_attention_heads": 2, "num_key_value_heads": 1}
 TEXT |= {"vocab_size": VOCAB, "max_position_embeddings": 256, "num_hidden_layers": 6}
 PROTOCOL = {"think_open": 15, "think_close": 16, "end": 2}
 SHARD = "shard-00000.safetensors"
+# A test's own flags come after these: of a flag that is given twice the second counts.
+FLAGS = ("--no-compile", "--precision", "fp32", "--learning-rate", 0.02, "--unrolled-steps", 2, "--epochs", 1)
+EXACT = ("kind", "step", "tokens", "loss", "step_loss", "grad_norm", "learning_rate", "walk")
 
 
 def sequence(number: int, generator: torch.Generator) -> tuple[Stream, States]:
@@ -37,7 +42,7 @@ def sequence(number: int, generator: torch.Generator) -> tuple[Stream, States]:
 
 
 def build(folder: Path, draft_vocab_size: int = 32, holdout_share: float = 0.25, count: int = 24) -> Path:
-    """02_hidden and 03_dataset of a run; the target's head is the table that made the states."""
+    """Write 02_hidden and 03_dataset of a run; the target's head is the table that made the states."""
     generator = torch.Generator().manual_seed(0)
     samples = [sequence(number, generator) for number in range(count)]
     hidden, dataset = folder / "02_hidden", folder / "03_dataset"
@@ -67,3 +72,25 @@ def build(folder: Path, draft_vocab_size: int = 32, holdout_share: float = 0.25,
         manifest.add_file(dataset, name)
     manifest.save(dataset)
     return folder
+
+
+def train(run: Path, *flags: object, **replaced: object) -> tuple[int, str, str]:
+    """(exit code, stdout, stderr) of 04 on such a run, in this process; `replaced`: see `run_here`."""
+    return run_here("04", "--config", DEMO, "--run-dir", run, *FLAGS, *flags, **replaced)
+
+
+def metrics(run: Path, kind: str | None = None) -> list[dict]:
+    """The lines of 04's metrics.jsonl, those of one kind or all; none where the file does not exist yet."""
+    path = run / "04_draft/metrics.jsonl"
+    lines = [json.loads(line) for line in path.read_text().splitlines()] if path.exists() else []
+    return [line for line in lines if kind in (None, line["kind"])]
+
+
+def losses(run: Path) -> list[tuple]:
+    """What each step and each evaluation gave, to the last bit; times and rates are left out."""
+    return [tuple(json.dumps(line.get(key)) for key in EXACT) for line in metrics(run)]
+
+
+def exported(run: Path) -> dict[str, torch.Tensor]:
+    """The tensors of the exported draft."""
+    return load_file(run / "04_draft/export/model.safetensors")

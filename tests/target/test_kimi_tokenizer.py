@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 
 from common.pipeline.errors import UserError
 from common.target.kimi_tokenizer import SPLIT_PATTERN, find_vendor_files, read_ranks
-from tests.end_to_end.kimi_vocabulary import reserved_tokens, tokenizer_config, write_json
+from tests.support.kimi_vocabulary import reserved_tokens, tokenizer_config, write_json
 from tests.support.stages import ROOT
 from tests.support.targets import KIMI, kimi_protocol
 

@@ -5,11 +5,9 @@ import math
 import random
 import re
 import shutil
-import signal
 import threading
 import time
 from collections import Counter
-from contextlib import contextmanager
 
 import pytest
 import torch
@@ -20,34 +18,25 @@ from common.dataset.shards import Shard, States
 from common.export.served_folder import check_export
 from common.pipeline.manifest import Manifest
 from common.pipeline.settings import Train
-from tests.support.tiny_window import Place
+from tests.support.random_target import RandomTargetRun
 
 WINDOW, EPOCHS = 110_000, 2  # bytes: six shards of 17,000, so four rounds of three
 LIMIT = f"{WINDOW // 1000}kB"
 
 
-@contextmanager
-def restored():
-    """04 takes over two signals of the process that it runs in; one thread there, as in the processes beside it."""
-    before = {number: signal.getsignal(number) for number in (signal.SIGTERM, signal.SIGINT)}
+@pytest.fixture(autouse=True, scope="module")
+def one_thread():
+    """This process computes on one thread, as the processes beside it do: the same bits from all."""
     threads = torch.get_num_threads()
     torch.set_num_threads(1)
     yield
     torch.set_num_threads(threads)
-    for number, handler in before.items():
-        signal.signal(number, handler)
-
-
-@pytest.fixture(autouse=True)
-def signals():
-    with restored():
-        yield
 
 
 @pytest.fixture
 def place(records, tmp_path):
     """Runs a stage in a run folder of this test's own."""
-    return Place(records, tmp_path / "run")
+    return RandomTargetRun(records, tmp_path / "run")
 
 
 def noted_training(monkeypatch) -> Counter:
@@ -65,15 +54,15 @@ def noted_training(monkeypatch) -> Counter:
 
 
 @pytest.fixture(scope="module")
-def unbroken(records, tmp_path_factory):
+def unbroken(one_thread, records, tmp_path_factory):
     """02 beside 04, nothing in their way: (the run, how often each sample was trained on, most bytes of shards)."""
-    place, sizes, over = Place(records, tmp_path_factory.mktemp("unbroken") / "run"), [], threading.Event()
+    place, sizes, over = RandomTargetRun(records, tmp_path_factory.mktemp("unbroken") / "run"), [], threading.Event()
 
     def watch():
         while not over.wait(0.002):
             sizes.append(place.bytes_there())
 
-    with restored(), pytest.MonkeyPatch.context() as patch:
+    with pytest.MonkeyPatch.context() as patch:
         trained = noted_training(patch)
         thread = threading.Thread(target=watch)
         thread.start()
@@ -148,7 +137,7 @@ def test_sigkill_of_either_side_changes_no_bit(place, unbroken):
 
 
 def test_what_a_kill_left_between_note_and_deletion_is_deleted(unbroken, tmp_path):
-    place = Place(unbroken[0].config.parent, tmp_path / "run")
+    place = RandomTargetRun(unbroken[0].config.parent, tmp_path / "run")
     shutil.rmtree(place.run)
     shutil.copytree(unbroken[0].run, place.run)
     last = place.hidden / Window(place.hidden).rounds[-1][0]

@@ -11,18 +11,9 @@ from common.training.held_out import HeldOut, evaluate, speed_ups
 from common.training.loggers import Loggers
 from common.training.ranks import Ranks
 from common.training.utilisation import StepFlops, matmul_rate
-from tests.draft.test_unrolled_step import Case, config, make_pack
-from tests.support import tiny_training
 from tests.support.stages import only_error
-from tests.training.test_stage import metrics, signals, train
-
-__all__ = ["signals"]
-
-
-@pytest.fixture
-def run(tmp_path, demo_target):
-    return tiny_training.build(tmp_path / "run")
-
+from tests.support.tiny_training import metrics, train
+from tests.support.unrolled_case import Case, config, make_pack
 
 # ---- figures ----
 

@@ -1,7 +1,6 @@
 """Two ranks on the CPU, DDP and FSDP2: the steps of one rank, each other's checkpoints, one bar."""
 
 import shutil
-import signal
 import subprocess
 import sys
 
@@ -13,19 +12,14 @@ from common.pipeline.manifest import Manifest
 from common.training.checkpoint import checkpoints
 from tests.support import tiny_training
 from tests.support.stages import DEMO, ROOT, SCRIPTS, run_here
-from tests.training.test_stage import metrics
+from tests.support.tiny_training import metrics
 
-FLAGS = ("--no-compile", "--unrolled-steps", 2, "--learning-rate", 0.02, "--precision", "fp32", "--epochs", 4)
-FLAGS += ("--packs-per-step", 4, "--checkpoint-every", 1, "--keep-checkpoints", 99)
+FLAGS = (*tiny_training.FLAGS, "--epochs", 4, "--packs-per-step", 4, "--checkpoint-every", 1, "--keep-checkpoints", 99)
 
 
 @pytest.fixture
-def flags(tmp_path, demo_target):
-    before = {number: signal.getsignal(number) for number in (signal.SIGTERM, signal.SIGINT)}
-    folder = tiny_training.build(tmp_path / "run")
-    yield ["--config", DEMO, "--run-dir", str(folder), *map(str, FLAGS)]
-    for number, handler in before.items():
-        signal.signal(number, handler)
+def flags(run) -> list[str]:
+    return ["--config", DEMO, "--run-dir", str(run), *map(str, FLAGS)]
 
 
 def two_ranks(*flags: str) -> subprocess.CompletedProcess:

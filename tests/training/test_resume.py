@@ -19,30 +19,14 @@ from common.pipeline.settings import Train
 from common.training.checkpoint import checkpoints, load_checkpoint, prune, save_checkpoint
 from common.training.optimizer import make_optimizer
 from tests.support import tiny_training
-from tests.support.stages import DEMO, ROOT, command, only_error, run_here
+from tests.support.stages import DEMO, ROOT, command, only_error
+from tests.support.tiny_training import losses
 
-FLAGS = ("--unrolled-steps", 3, "--learning-rate", 0.02, "--precision", "fp32", "--checkpoint-every", 1)
-FLAGS += ("--no-compile", "--keep-checkpoints", 999, "--eval-every", 4, "--epochs", 5)
-
-
-@pytest.fixture(autouse=True)
-def signals():
-    """04 takes over two signals of the process that it runs in."""
-    before = {number: signal.getsignal(number) for number in (signal.SIGTERM, signal.SIGINT)}
-    yield
-    for number, handler in before.items():
-        signal.signal(number, handler)
+FLAGS = ("--unrolled-steps", 3, "--epochs", 5, "--checkpoint-every", 1, "--keep-checkpoints", 999, "--eval-every", 4)
 
 
 def train(folder, *flags) -> tuple[int, str, str]:
-    return run_here("04", "--config", DEMO, "--run-dir", folder, *FLAGS, *flags)
-
-
-def losses(folder) -> list[tuple]:
-    """What each step and each evaluation found, to the last bit; times and rates left out."""
-    lines = [json.loads(line) for line in (folder / "04_draft/metrics.jsonl").read_text().splitlines()]
-    keys = ("kind", "step", "tokens", "loss", "step_loss", "grad_norm", "learning_rate", "walk")
-    return [tuple(json.dumps(line.get(key)) for key in keys) for line in lines]
+    return tiny_training.train(folder, *FLAGS, *flags)
 
 
 @pytest.fixture(scope="module")
@@ -145,7 +129,7 @@ def wait_for_lines(folder, count: int, process) -> None:
 def test_sigkill_then_sigterm_then_the_end(tmp_path, unbroken):
     """Two real processes, stopped in the middle in two ways, and the rest: the unbroken run's numbers."""
     folder = tiny_training.build(tmp_path / "run")
-    flags = ("--config", DEMO, "--run-dir", folder, *FLAGS, "--checkpoint-every", 2)
+    flags = ("--config", DEMO, "--run-dir", folder, *tiny_training.FLAGS, *FLAGS, "--checkpoint-every", 2)
     for stop, lines in ((signal.SIGKILL, 3), (signal.SIGTERM, 6)):
         with subprocess.Popen(command("04", *flags), cwd=ROOT, stderr=subprocess.PIPE, text=True) as process:
             wait_for_lines(folder, lines, process)

@@ -2,7 +2,6 @@
 
 import json
 import re
-import signal
 
 import pytest
 import torch
@@ -14,36 +13,8 @@ from common.export.served_folder import check_export
 from common.pipeline.manifest import Manifest
 from common.pipeline.settings import DraftModel
 from tests.support import tiny_training
-from tests.support.stages import DEMO, only_error, run_here
-
-FLAGS = ("--no-compile", "--unrolled-steps", 2, "--learning-rate", 0.02, "--precision", "fp32", "--epochs", 1)
-
-
-@pytest.fixture(autouse=True)
-def signals():
-    """04 takes over two signals of the process that it runs in."""
-    before = {number: signal.getsignal(number) for number in (signal.SIGTERM, signal.SIGINT)}
-    yield
-    for number, handler in before.items():
-        signal.signal(number, handler)
-
-
-@pytest.fixture
-def run(tmp_path, demo_target):
-    return tiny_training.build(tmp_path / "run")
-
-
-def train(folder, *flags, **replaced) -> tuple[int, str, str]:
-    return run_here("04", "--config", DEMO, "--run-dir", folder, *FLAGS, *flags, **replaced)
-
-
-def metrics(folder, kind: str) -> list[dict]:
-    lines = map(json.loads, (folder / "04_draft/metrics.jsonl").read_text().splitlines())
-    return [line for line in lines if line["kind"] == kind]
-
-
-def exported(folder) -> dict:
-    return load_file(folder / "04_draft/export/model.safetensors")
+from tests.support.stages import only_error
+from tests.support.tiny_training import exported, metrics, train
 
 
 def test_case_24_nothing_stale_of_another_vocabulary(run):

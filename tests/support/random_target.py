@@ -1,4 +1,5 @@
-"""A target with random weights and 36 made-up records, on which 02, 03 and 04 take milliseconds a step."""
+"""A target with random weights and 36 made-up records: 02, 03 and 04 run on them in seconds, one after the other or at
+the same time."""
 
 import json
 import os
@@ -12,10 +13,11 @@ import torch
 
 from common.pipeline.jsonl import JsonlParts
 from common.pipeline.manifest import Manifest
+from tests.support import tiny_training
 from tests.support.stages import ROOT, command, only_error, run_here
 from tests.support.targets import build_tiny_target, tiny_protocol
 
-ENV = os.environ | {"OMP_NUM_THREADS": "1"}  # three processes on few cores, and the same bits from all
+ENV = os.environ | {"OMP_NUM_THREADS": "1"}  # few cores for three processes; one thread gives the same bits in each
 
 BYTES_A_TOKEN = 4 * 32 * 2 + 5
 SHARD_TOKENS = 60  # about three samples
@@ -27,8 +29,8 @@ end_token = "<|im_end|>"
 extractor = "local"
 aux_layers = [1, 2, 4]
 shard_gib = {shard_gib}
-batch_tokens = 1  # each sample by itself: what it is next to changes the last bit of bf16
-check_first = 0   # random weights wrote none of this
+batch_tokens = 1  # each sample by itself: the other samples of a batch change the last bit of bf16
+check_first = 0   # the records are made up, so the target would find none of their tokens likely
 [dataset]
 draft_vocab_size = 0
 holdout_share = 0.2
@@ -46,7 +48,7 @@ keep_checkpoints = 1
 
 
 def build(folder: Path) -> Path:
-    """Everything before 02: the target, a config for it, records. Returns the config."""
+    """Write everything that 02 needs into `folder`: the target, a config for it, records. Returns the config's path."""
     from transformers import LlamaConfig, LlamaForCausalLM
 
     target = build_tiny_target(folder / "target")
@@ -76,8 +78,8 @@ def build(folder: Path) -> Path:
     return config
 
 
-class Place:
-    """A run folder with records in it; the stages run in this process, or beside it."""
+class RandomTargetRun:
+    """A copy of these records in a run folder of its own. A stage runs in this process, or in one beside it."""
 
     def __init__(self, records: Path, run: Path):
         self.run, self.config, self.hidden = run, records / "tiny.toml", run / "02_hidden"
@@ -87,19 +89,23 @@ class Place:
         return ["--config", self.config, "--run-dir", self.run, *more]
 
     def here(self, stage: str, *more: object) -> tuple[int, str, str]:
+        """(exit code, stdout, stderr) of a stage in this process."""
         return run_here(stage, *self.flags(*more))
 
     def done(self, stage: str, *more: object) -> str:
+        """What a stage prints that must end with exit code 0."""
         code, out, stderr = self.here(stage, *more)
         assert code == 0, stderr
         return out
 
     def refused(self, stage: str, *more: object) -> str:
+        """The one error line of a stage that must end with exit code 2."""
         code, _, stderr = self.here(stage, *more)
         assert code == 2, stderr
         return only_error(stderr)
 
     def beside(self, stage: str, *more: object, ranks: int = 1) -> subprocess.Popen:
+        """Start a stage as a process, under torchrun for several ranks; its output goes to log-STAGE."""
         argv = command(stage, *self.flags(*more))
         if ranks > 1:
             argv[1:1] = ["-m", "torch.distributed.run", "--standalone", "--nproc-per-node", str(ranks)]
@@ -107,7 +113,7 @@ class Place:
             return subprocess.Popen(argv, cwd=ROOT, env=ENV, stdout=log, stderr=log)
 
     def until(self, reached, *processes: subprocess.Popen) -> None:
-        """Wait until `reached()`; fails where one of the processes ends before."""
+        """Wait until `reached()`, at most 30 s; fails when one of the processes ends before."""
         for _ in range(6000):
             if reached():
                 return
@@ -119,31 +125,28 @@ class Place:
         return "".join(path.read_text() for path in self.run.glob("log-*"))
 
     def planned(self) -> bool:
+        """Whether 02 has written which samples go into which shard."""
         return (self.hidden / "plan/manifest.json").exists()
 
     def written(self) -> int:
+        """How many shards 02 has entered in its manifest."""
         return len(json.loads((self.hidden / "manifest.json").read_text())["files"])
 
     def metrics(self, kind: str = "train") -> list[dict]:
-        path = self.run / "04_draft/metrics.jsonl"
-        lines = [json.loads(line) for line in path.read_text().splitlines()] if path.exists() else []
-        return [line for line in lines if line["kind"] == kind]
+        return tiny_training.metrics(self.run, kind)
 
     def losses(self) -> list[tuple]:
-        """What each step and each evaluation found, to the last bit."""
-        keys = ("step", "tokens", "loss", "step_loss", "grad_norm", "learning_rate", "walk")
-        lines = self.metrics() + self.metrics("eval")
-        return [tuple(json.dumps(line.get(key)) for key in keys) for line in lines]
+        return tiny_training.losses(self.run)
 
     def shards(self) -> list[str]:
         return sorted(path.name for path in self.hidden.glob("*.safetensors"))
 
     def bytes_there(self) -> int:
-        """What shards take, unfinished ones too."""
+        """Bytes of all shards on disk, of unfinished ones too."""
         total = 0
         for path in self.hidden.glob("*shard-*"):
             try:
                 total += path.stat().st_size
-            except FileNotFoundError:  # deleted or renamed meanwhile
+            except FileNotFoundError:  # deleted or renamed since the listing
                 continue
         return total

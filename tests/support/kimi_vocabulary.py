@@ -1,11 +1,11 @@
 """Kimi's real vocabulary, rebuilt offline.
 
-The vendor ships three tokenizer files (and remote code, which we never run). Their content is reachable without the
+The vendor ships three tokenizer files (and remote code, which we never run). Their content can be had without the
 vendor's repository: the byte-pair ranks are inside the splintr-rs wheel, the reserved tokens are a short list, and the
-chat form is a few rules, told in `chat_template.jinja` in our own words. So the pipeline can be tested on building its
-tokenizer from what the vendor ships, with the vendor's ids.
+chat form is a few rules, which `chat_template.jinja` states in our own words. So tests can build the tokenizer from the
+files that the vendor ships, and get the vendor's ids.
 
-    python -m tests.end_to_end.kimi_vocabulary FOLDER
+    python -m tests.support.kimi_vocabulary FOLDER
 """
 
 import base64
@@ -49,6 +49,8 @@ TEXT_TOKENS = {
     163607: "</think>",
 }
 
+THINK, END_THINK, IM_END = 163606, 163607, 163586
+
 HAN = r"[\p{Han}]+"
 UPPER = r"[\p{Lu}\p{Lt}\p{Lm}\p{Lo}\p{M}&&[^\p{Han}]]"
 LOWER = r"[\p{Ll}\p{Lm}\p{Lo}\p{M}&&[^\p{Han}]]"
@@ -77,8 +79,8 @@ def reserved_tokens() -> dict[int, tuple[str, bool]]:
 def build_vocabulary(folder: Path, every_slot: bool = True) -> None:
     """Write the vendor's three files: tiktoken.model, tokenizer_config.json, chat_template.jinja.
 
-    `every_slot=False` lists only the tokens with a name of their own in `added_tokens_decoder` and leaves the gaps to
-    the reader: a reader that numbers the listed ones consecutively mis-numbers `<think>`.
+    With `every_slot=False`, `added_tokens_decoder` lists only the tokens that have a name. A reader that numbers the
+    listed tokens consecutively, over the gaps, gives `<think>` a wrong id.
     """
     folder.mkdir(parents=True, exist_ok=True)
     ranks = tiktoken_ranks()
@@ -131,7 +133,7 @@ def tokenizer_config(every_slot: bool) -> dict:
 def add_fast_tokenizer(folder: Path) -> None:
     """Add tokenizer.json to the vendor's files, and name a class that needs no remote code.
 
-    An engine without the vendor's code can load the folder then; the ids are the same.
+    Then an engine without the vendor's code loads the folder; the ids are the same.
     """
     from tokenizers import AddedToken
     from transformers.convert_slow_tokenizer import TikTokenConverter
