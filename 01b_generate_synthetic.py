@@ -11,11 +11,10 @@ split the work over two nodes, run `--part 1/2` on one and `--part 2/2` on the o
 """
 
 import asyncio
-import os
 from pathlib import Path
 
 from common.forecast.tables import ask_nobody, show_forecast
-from common.generation.loop import Generation
+from common.generation.loop import MAX_SILENT_SHARE, Generation
 from common.generation.record_folder import FAILURES, Counts, RecordFolder, StoredRecords
 from common.generation.work import PendingConversations, input_fingerprint
 from common.pipeline.command_line import Settings, load_settings
@@ -28,6 +27,7 @@ from common.questions.questions import QuestionStream
 from common.target.protocol import Protocol, load_protocol
 
 STAGE = SYNTHETIC
+MAX_FAILED_SHARE = 0.05  # exit 1 where more of the samples failed
 
 
 def main() -> int:
@@ -36,16 +36,15 @@ def main() -> int:
         "print-server-command": "print the command that starts a generation server for this config",
         "part=I/N": HELP,
     }
-    settings = load_settings(None, __doc__, ("target", "questions", "generate", "plan"), switches)
-    if settings.flags.print_server_command:
+    settings = load_settings(None, __doc__, ("target", "questions", "generate", "forecast"), switches)
+    if settings.switches.print_server_command:
         return print_server_command(settings)
-    os.environ.setdefault("HF_HUB_DISABLE_PROGRESS_BARS", "1")
-    part = parse_part(settings.flags.part)
+    part = parse_part(settings.switches.part)
     folder = stage_folder(settings.run_dir / STAGE, part)
     if settings.dry_run:
         return dry_run(settings, folder, part)
-    protocol = load_protocol(settings.target, None if settings.flags.probe else settings.run_dir)
-    if settings.flags.probe:
+    protocol = load_protocol(settings.target, None if settings.switches.probe else settings.run_dir)
+    if settings.switches.probe:
         from common.generation.probe import probe
 
         return asyncio.run(probe(settings, protocol, make_engine(settings, protocol)))
@@ -53,9 +52,7 @@ def main() -> int:
 
     with stage_lock(folder.parent / f".{folder.name}"):
         fingerprint = settings.fingerprint() | input_fingerprint(settings.questions, protocol)
-        shown = settings.as_dict()
-        shown["generate"]["api_key"] = "(not stored)"
-        manifest = open_stage(folder, STAGE, fingerprint, shown, settings.fresh)
+        manifest = open_stage(folder, STAGE, fingerprint, settings.as_dict(), settings.fresh)
         with RecordFolder(folder, manifest, protocol) as records:
             show_settings(settings, protocol, questions, records)
             pending = PendingConversations(questions, settings.generate, protocol, records, settings.n, part)
@@ -99,7 +96,7 @@ def make_engine(settings: Settings, protocol: Protocol):
     if settings.generate.engine == "local":
         from common.generation.local_engine import LocalEngine
 
-        return LocalEngine(settings.target, protocol, settings.generate.batch_size, settings.generate.device)
+        return LocalEngine(settings.target, protocol, settings.generate.batch_size, settings.device)
     from common.generation.openai_engine import OpenAIServers
 
     return OpenAIServers(settings.generate, protocol)
@@ -171,7 +168,7 @@ def dry_run(settings: Settings, folder: Path, part: Part) -> int:
 
 
 def too_many_failed(settings: Settings, counts: Counts) -> bool:
-    return counts.failed > settings.generate.max_failed_share * counts.planned
+    return counts.failed > MAX_FAILED_SHARE * counts.planned
 
 
 def summary(folder: Path, settings: Settings, counts: Counts) -> None:
@@ -195,7 +192,7 @@ def summary(folder: Path, settings: Settings, counts: Counts) -> None:
     if counts.other_prompt:
         rows.append(("WARNING", f"{counts.other_prompt} prompts have other tokens than our template makes"))
     silent = 1 - counts.with_reasoning / counts.done if settings.generate.thinking and counts.done else 0.0
-    if silent > settings.generate.max_silent_share and settings.target.think_open:
+    if silent > MAX_SILENT_SHARE and settings.target.think_open:
         rows.append(("WARNING", f"{silent:.0%} of the samples carry no reasoning"))
     table(rows)
 

@@ -14,7 +14,6 @@ Plans all shards first (02_hidden/plan), then makes them in rounds, and waits wh
 it has trained on (common/dataset/disk_budget.py).
 """
 
-import os
 from pathlib import Path
 
 from common.dataset.disk_budget import parse_size, released_shards, tokens_folder
@@ -28,10 +27,11 @@ from common.pipeline.jsonl import JsonlParts
 from common.pipeline.manifest import HIDDEN, MANIFEST, SYNTHETIC, Manifest, open_stage, stage_lock
 from common.pipeline.node_share import HELP, load_stage, parse_part, stage_files, stage_folder
 from common.target.protocol import load_protocol
-from common.target.sizes import TargetSizes, check_same_target, planned_sizes, read_sizes, target_digest
+from common.target.sizes import TargetSizes, check_same_target, read_sizes, target_digest
 from common.target.tensors import read_tensors
 
 STAGE, INPUT = HIDDEN, SYNTHETIC
+MAX_FAILED_SHARE = 0.05  # exit 1 where more of the samples failed
 
 
 def main() -> int:
@@ -40,9 +40,8 @@ def main() -> int:
         "print-server-command": "print the command that starts an extraction server for this config",
         "part=I/N": HELP,
     }
-    settings = load_settings(None, __doc__, ("target", "extract", "plan"), switches)
-    os.environ.setdefault("HF_HUB_DISABLE_PROGRESS_BARS", "1")
-    part, source = parse_part(settings.flags.part), settings.run_dir / INPUT
+    settings = load_settings(None, __doc__, ("target", "extract", "forecast"), switches)
+    part, source = parse_part(settings.switches.part), settings.run_dir / INPUT
     folder = stage_folder(settings.run_dir / STAGE, part)
     if parse_size(settings.extract.window) and part.count > 1:
         raise UserError("--window and --part exclude each other: a window belongs to one extraction and one training")
@@ -50,13 +49,11 @@ def main() -> int:
         ask_nobody()
         if not is_there(source):
             return show_missing(settings, "02", source)
-    if settings.flags.print_server_command and settings.file["sizes"].hidden_size:
+    if settings.switches.print_server_command and settings.shipped_config:
         ask_nobody()  # a command to copy needs no checkpoint
-        sizes = planned_sizes(settings.target, settings.file["sizes"])
-    else:
-        sizes = read_sizes(settings.target, settings.file["sizes"])
+    sizes = read_sizes(settings.target, settings.shipped_config)
     aux_layers = sizes.aux_layers(settings.extract.aux_layers)
-    if settings.flags.print_server_command:
+    if settings.switches.print_server_command:
         return print_server_command(settings, aux_layers, sizes.layers)
     records = load_stage(source, INPUT)
     check_input(records, source)
@@ -87,7 +84,7 @@ def main() -> int:
         fingerprint |= {"aux_layers": list(aux_layers), "target_digest": kind.target_digest}
         manifest = open_stage(folder, STAGE, fingerprint, settings.as_dict(), settings.fresh)
         window = open_window(folder, reader, places, kind, settings, fingerprint) if settings.extract.window else None
-        discard_damaged(manifest, folder, hashes=settings.flags.verify)
+        discard_damaged(manifest, folder, hashes=settings.switches.verify)
         there = known_samples(folder, Shard, manifest)
         check_replies(places, there, folder)
         show_plan(settings, sizes, kind, places, reader, there, window_rows)
@@ -96,7 +93,7 @@ def main() -> int:
         check_free_space(folder, window.still_needs(needed) if window else needed)
 
         tensors = read_tensors(settings.target, "norm", "lm_head")
-        check = OnPolicyCheck(tensors["norm"], tensors["lm_head"], sizes.eps, settings.extract)
+        check = OnPolicyCheck(tensors["norm"], tensors["lm_head"], sizes.eps)
         failures = JsonlParts(folder, prefix="failures")
         noted = {failure["id"] for failure in failures.read()}
         for reject in reader.rejects:
@@ -119,7 +116,7 @@ def make_extractor(settings: Settings, aux_layers: tuple[int, ...], sizes: Targe
     if settings.extract.extractor == "local":
         from common.extraction.local_extractor import LocalExtractor
 
-        return LocalExtractor(settings.target, settings.extract, aux_layers)
+        return LocalExtractor(settings.target, settings.extract, aux_layers, settings.device)
     from common.extraction.vllm_extractor import VllmExtractor
 
     return VllmExtractor(settings.target, settings.extract, aux_layers, sizes)
@@ -233,7 +230,7 @@ def finish(settings: Settings, folder: Path, manifest: Manifest, run, reader: St
     size = sum(facts["bytes"] for facts in manifest.files.values())
     say(f"02 done: {sequences} sequences, {tokens:,} tokens, {len(manifest.files)} shards, {size / 2**30:.2f} GiB")
     table([("on policy", on_policy.line()), ("failed", str(run.failed))])
-    if run.failed > settings.extract.max_failed_share * max(asked, 1):
+    if run.failed > MAX_FAILED_SHARE * max(asked, 1):
         retry = "" if settings.extract.window else "; rerun to retry"
         raise TooManyFailures(f"{run.failed} of {asked} sequences failed, see {folder}/failures-00000.jsonl{retry}")
     if asked and not manifest.files:

@@ -1,4 +1,4 @@
-"""Stage 03: shards become a training set: index, split, packing plan, draft vocabulary, the target's head.
+"""Stage 03: shards become a training set: index, split, draft vocabulary, the target's head.
 
     python 03_build_dataset.py --config configs/kimi-k2.5.toml
     python 03_build_dataset.py --config configs/demo.toml --draft-vocab-size 4096
@@ -7,7 +7,6 @@ Reads RUN/02_hidden; writes RUN/03_dataset. No state is copied: the index says w
 02 --window the plan is read, so that 03 can run as soon as 02 has begun.
 """
 
-import os
 from pathlib import Path
 
 from common.dataset.disk_budget import check_split, tokens_folder
@@ -27,8 +26,7 @@ STAGE, INPUT = DATASET, HIDDEN
 
 def main() -> int:
     switches = {"inspect=ID": "print a sample with its loss mask, and build nothing"}
-    settings = load_settings(None, __doc__, ("target", "dataset", "plan"), switches)
-    os.environ.setdefault("HF_HUB_DISABLE_PROGRESS_BARS", "1")
+    settings = load_settings(None, __doc__, ("target", "dataset", "forecast"), switches)
     folder, source = settings.run_dir / STAGE, tokens_folder(settings.run_dir / INPUT)
     if settings.dry_run:
         ask_nobody()
@@ -41,16 +39,15 @@ def main() -> int:
         raise UserError(f"{source}: {f'{bad[0]} is damaged or missing' if bad else 'no shards'}; rerun 02")
     check_same_target(source, shards.fingerprint["target.model"], settings.target)
     protocol = load_protocol(settings.target)
-    if settings.flags.inspect:
-        return inspect(settings.flags.inspect, shards, source, protocol)
-    sizes = read_sizes(settings.target, settings.file["sizes"])
+    if settings.switches.inspect:
+        return inspect(settings.switches.inspect, shards, source, protocol)
+    sizes = read_sizes(settings.target, settings.shipped_config)
 
     import torch
     from safetensors.torch import save_file
 
     from common.dataset.draft_vocabulary import byte_tokens, choose_tokens, coverage, coverage_table, mappings
     from common.dataset.index import HELD_OUT, TRAIN, IndexBuilder
-    from common.dataset.packs import Packs
     from common.dataset.shards import Shard
 
     say(f"03 build: {source} -> {folder}" + " (dry run)" * settings.dry_run)
@@ -113,8 +110,6 @@ def main() -> int:
         manifest.complete = True
         manifest.save(folder)
 
-    packs = Packs(source, index, settings.dataset.pack_tokens).plan(TRAIN, 0)
-    fill = manifest.counts["train_tokens"] / (len(packs) * settings.dataset.pack_tokens)
     say(f"03 done: {folder}")
     sizes_line = "  ".join(f"{size:,}: {share:.2%}" for size, share in coverage_table(builder.counts, always))
     table(
@@ -124,7 +119,7 @@ def main() -> int:
                 "tokens",
                 f"{manifest.counts['train_tokens']:,} train, {manifest.counts['supervised']:,} written by the target",
             ),
-            ("packs", f"{len(packs)} of {settings.dataset.pack_tokens} tokens an epoch, {fill:.0%} full"),
+            ("longest", f"{int(index.length.max()):,} tokens; train.pack_tokens of 04 must be at least that"),
             (
                 "vocabulary",
                 f"{len(kept):,} of {sizes.vocab_size:,} tokens, {manifest.counts['coverage']:.2%} of what it wrote",

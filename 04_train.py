@@ -16,7 +16,6 @@ Ctrl-C and SIGTERM checkpoint first; the same command goes on, to the same losse
 --serve-eval asks a running vLLM server and reads its counters; adds them to report.json and report.html.
 """
 
-import os
 import time
 from pathlib import Path
 
@@ -37,16 +36,15 @@ MAX_FAILED_SHARE = 0.05  # of --serve-eval's questions
 
 
 def main() -> int | None:
-    settings = load_settings(None, __doc__, ("target", "draft", "train", "serving", "plan"), SWITCHES)
-    os.environ.setdefault("HF_HUB_DISABLE_PROGRESS_BARS", "1")
+    settings = load_settings(None, __doc__, ("target", "draft", "train", "serving", "forecast"), SWITCHES)
     folder, source = settings.run_dir / STAGE, settings.run_dir / INPUT
-    if settings.flags.check_export:
+    if settings.switches.check_export:
         from common.export.engine_check import print_findings
 
-        return print_findings(Path(settings.flags.check_export))
+        return print_findings(Path(settings.switches.check_export))
     if settings.serving.serve_eval:
         return measure_serving(settings, folder)
-    checkpoint = chosen_checkpoint(settings, folder) if settings.flags.export_only else None
+    checkpoint = chosen_checkpoint(settings, folder) if settings.switches.export_only else None
     if settings.dry_run:
         ask_nobody()
         if not is_there(source):
@@ -60,7 +58,7 @@ def main() -> int | None:
     from common.training.ranks import start_ranks
     from common.training.run import TrainingRun
 
-    ranks = start_ranks(settings.train.device)
+    ranks = start_ranks(settings.device)
     if checkpoint and ranks.world > 1:
         raise UserError("--export-only is one process's work: run it without torchrun")
     run = TrainingRun(settings, dataset, source, settings.run_dir / STATES, ranks)
@@ -87,7 +85,7 @@ def main() -> int | None:
 
 def chosen_checkpoint(settings: Settings, folder: Path) -> Path:
     """The checkpoint of --export-only; raises UserError where it is none of this run."""
-    path, own = Path(settings.flags.export_only), folder / "checkpoints"
+    path, own = Path(settings.switches.export_only), folder / "checkpoints"
     if not (path / "state.json").is_file() or path.resolve().parent != own.resolve():
         found = ", ".join(sorted(p.name for p in own.glob("step-*"))) or "none"
         raise UserError(f"--export-only {path}: no checkpoint of {folder} (there: {found}); set --run-dir to its run")
@@ -101,7 +99,7 @@ def train(run) -> None:
     import torch
 
     from common.training.batches import global_counts, prefetched, step_packs
-    from common.training.optimizer import learning_rate
+    from common.training.optimizer import GRAD_CLIP, learning_rate
     from common.training.ranks import StopSignal, gradients, whole
 
     s, ranks, stop = run.settings.train, run.ranks, StopSignal(run.ranks)
@@ -120,7 +118,7 @@ def train(run) -> None:
                     results.append(run.module(pack, counts))
                     # This pack's share of the mean over all ranks' packs; ranks average where we need the sum.
                     (results[-1].loss * ranks.world).backward()
-            norm = whole(torch.nn.utils.clip_grad_norm_(run.trained, s.grad_clip))
+            norm = whole(torch.nn.utils.clip_grad_norm_(run.trained, GRAD_CLIP))
             run.check_finite(batch, results, norm)
             for group in run.optimizer.param_groups:
                 group["lr"] = learning_rate(run.step, run.total_steps, s)
@@ -147,6 +145,7 @@ def finish(run, folder: Path, manifest: Manifest, settings: Settings, checkpoint
     from common.export.served_folder import describe, export
     from common.export.speculators_layout import write_speculators
     from common.training.checkpoint import load_checkpoint
+    from common.training.held_out import DRAFT_COST
 
     chosen = load_checkpoint(checkpoint, run.draft, None)["step"] if checkpoint else run.load_best()
     figures, replies = run.measure()
@@ -185,7 +184,7 @@ def finish(run, folder: Path, manifest: Manifest, settings: Settings, checkpoint
             ("k = 1..", "  ".join(f"{k}: {w['length']:.3f}" for k, w in figures["walk"].items() if w["length"])),
             ("per position", per_position),
             ("accepted by position", kept or "-"),
-            ("estimated speed-up", f"{speeds or '-'}  (a draft step costs {settings.train.draft_cost:g} of a forward)"),
+            ("estimated speed-up", f"{speeds or '-'}  (a draft step costs {DRAFT_COST:g} of a forward)"),
             ("export", f"{folder / 'export'}: {describe(folder / 'export')}"),
             ("report", str(folder / "report.html")),
         ]
@@ -198,14 +197,14 @@ def measure_serving(settings: Settings, folder: Path) -> None:
     from common.servers.measure_draft import QUESTIONS, measure, read_questions, summary
 
     s = settings.serving
-    questions = read_questions(s, settings.file["questions"], settings.n or QUESTIONS)
+    questions = read_questions(s, settings.questions, settings.n or QUESTIONS)
     say(f"04 serve-eval: {s.serve_eval}{f' and {s.without_draft}' * bool(s.without_draft)}")
     source = s.questions or f"{settings.file['questions'].dataset}, in another order than 01's"
     asked = f"temperature {s.eval_temperature:g}, at most {s.eval_max_tokens:,} tokens, {s.eval_concurrency} at a time"
     table([("questions", f"{len(questions)} of {source}"), ("asked", asked)])
     if settings.dry_run:
         return
-    facts = measure(s, settings.target, settings.file["generate"], questions)
+    facts = measure(s, settings.target, settings.generate, questions)
     shown = add_serving(folder, facts)
     table([*summary(facts), ("written", str(folder / "report.json"))])
     try:

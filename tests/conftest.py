@@ -19,7 +19,7 @@ from tests.support.stages import DEMO, ROOT, run_process
 
 # What a shell starts in the background ignores SIGINT, and the scripts that tests interrupt would inherit that.
 signal.signal(signal.SIGINT, signal.default_int_handler)
-TINY_DATASET = ("--draft-vocab-size", 2048, "--holdout-share", 0.3, "--pack-tokens", 256)
+TINY_DATASET = ("--draft-vocab-size", 2048, "--holdout-share", 0.3, "--sample-tokens", 256)
 
 
 @contextmanager

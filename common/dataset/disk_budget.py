@@ -23,7 +23,7 @@ from common.pipeline.manifest import HIDDEN, MANIFEST, Manifest
 from common.pipeline.settings import Dataset
 
 STAGE, PLAN, TRAINED = HIDDEN, "plan", "trained.json"
-SPLIT = ("holdout_share", "split_seed")  # settings of [dataset] that a plan fixes
+SPLIT = ("holdout_share",)  # settings of [dataset] that a plan fixes
 UNITS = {"": 1, "k": 1000, "m": 1000**2, "g": 1000**3, "t": 1000**4}
 BINARY = {"": 1, "k": 2**10, "m": 2**20, "g": 2**30, "t": 2**40}
 POLL_S = 0.5

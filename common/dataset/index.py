@@ -5,9 +5,7 @@ comes from the seed alone, so every rank and every resumed run computes the same
 """
 
 import hashlib
-import re
 from collections import Counter
-from collections.abc import Iterator
 from dataclasses import dataclass, field
 from pathlib import Path
 
@@ -16,11 +14,12 @@ from safetensors.torch import load_file, save_file
 from torch import Tensor
 
 from common.dataset.shards import Shard
-from common.pipeline.errors import UserError
 from common.pipeline.files import atomic_path
 from common.pipeline.settings import Dataset
 
 TRAIN, HELD_OUT = 0, 1
+SPLIT_SEED = 0
+MIN_SUPERVISED = 2  # a loss position needs two tokens written by the target: its input and what follows
 
 
 @dataclass
@@ -61,10 +60,6 @@ class IndexBuilder:
         self.dropped: Counter = Counter()
         self.columns: list[Tensor] = []  # [6, n] a shard, in the order of Index
         self.names: list[str] = []
-        try:
-            self.pattern = re.compile(settings.source_pattern) if settings.source_pattern else None
-        except re.error as error:
-            raise UserError(f"dataset.source_pattern {settings.source_pattern!r} is no regex: {error}") from None
 
     def add(self, name: str, shard: Shard) -> None:
         """Index one shard's usable sequences."""
@@ -73,15 +68,12 @@ class IndexBuilder:
         written = torch.cat([torch.zeros(1, dtype=torch.int64), mask.cumsum(0)])
         offsets = torch.tensor(shard.offsets)
         start, whole = offsets[:-1], offsets.diff()
-        length = whole.clamp_max(self.settings.pack_tokens)
+        length = whole.clamp_max(self.settings.sample_tokens)
         supervised = written[start + length] - written[start]  # behind the cut nothing is trained on
 
-        kept = torch.ones(len(whole), dtype=torch.bool)
-        for reason, bad in self._drops(shard.facts, whole, supervised):
-            dropped = int((bad & kept).sum())
-            if dropped:
-                self.dropped[reason] += dropped
-            kept &= ~bad
+        kept = supervised >= MIN_SUPERVISED
+        if dropped := int((~kept).sum()):
+            self.dropped[f"fewer than {MIN_SUPERVISED} tokens written by the target"] += dropped
         split = torch.tensor([HELD_OUT if held_out(f["question"], self.settings) else TRAIN for f in shard.facts])
         numbers = torch.arange(len(whole))
         columns = (torch.full_like(numbers, len(self.names)), numbers, start, length, supervised, split)
@@ -95,25 +87,6 @@ class IndexBuilder:
         inside = borders.cumsum(0)[:-1] > 0
         self.counts += torch.bincount(ids[inside & mask], minlength=len(self.counts))
 
-    def _drops(self, facts: list[dict], length: Tensor, supervised: Tensor) -> Iterator[tuple[str, Tensor]]:
-        """(reason, bool [n] which sequences it drops); the first that fits is the one that counts."""
-        s = self.settings
-        least = max(2, s.min_supervised)  # of a single one, the draft would have to propose what follows the end
-        yield f"fewer than {least} tokens written by the target", supervised < least
-        if s.max_tokens:
-            yield f"longer than {s.max_tokens} tokens", length > s.max_tokens
-        if s.drop_cut:
-            yield "cut at the token limit", torch.tensor([f["finish"] == "length" for f in facts])
-        if s.min_reasoning_share:
-            reasoning = torch.tensor([f["reasoning"] for f in facts])
-            yield (
-                f"reasoning below {s.min_reasoning_share:.0%}",
-                reasoning < s.min_reasoning_share * supervised.double(),
-            )
-        if self.pattern:
-            found = {source: bool(self.pattern.search(source)) for source in {f["source"] for f in facts}}
-            yield "source does not match", torch.tensor([not found[f["source"]] for f in facts])
-
     def build(self) -> Index:
         columns = torch.cat(self.columns, 1) if self.columns else torch.zeros(6, 0, dtype=torch.int64)
         return Index(*(column.clone() for column in columns), shards=self.names)
@@ -121,5 +94,5 @@ class IndexBuilder:
 
 def held_out(question: str, settings: Dataset) -> bool:
     """Whether a question is kept for evaluation; by a stable hash, so that it is never in both splits."""
-    value = int.from_bytes(hashlib.sha256(f"{settings.split_seed}:{question}".encode()).digest()[:8], "big")
+    value = int.from_bytes(hashlib.sha256(f"{SPLIT_SEED}:{question}".encode()).digest()[:8], "big")
     return value < settings.holdout_share * 2**64

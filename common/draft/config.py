@@ -86,9 +86,7 @@ def draft_config(shape: DraftModel, text: dict, eps: float, aux: int, draft_voca
         rope_theta=float(text.get("rope_theta") or rope.get("rope_theta") or 10000.0),
         rope_scaling=scaling,
         max_position_embeddings=text.get("max_position_embeddings", 4096),
-        norm_before_residual=shape.norm_before_residual,
-        norm_before_fc=shape.norm_before_fc,
-        fc_norm=shape.fc_norm,
-        norm_output=shape.norm_output,
+        fc_norm=shape.eagle == "3.1",
+        norm_output=shape.eagle == "3.1",
         **mla,
     )

@@ -76,7 +76,7 @@ def planned_lines(folder: Path, places: list[Place], kind: ShardKind, settings: 
 
 def _shards(places: list[Place], kind: ShardKind, settings: Settings) -> tuple[list[ShardPlan], list[ShardPlan]]:
     """(held-out shards, training shards), numbered in this order."""
-    dataset: Dataset = settings.file["dataset"]
+    dataset: Dataset = settings.dataset
     shuffled = sorted(places, key=lambda place: hashlib.sha256(place.id.encode()).digest())
     kept = [place for place in shuffled if held_out(place.question, dataset)]
     trained = [place for place in shuffled if not held_out(place.question, dataset)]
@@ -89,7 +89,7 @@ def _write_plan(
 ) -> None:
     """Write the plan's files into a folder that gets its name when it is whole."""
     kept, trained = _shards(places, kind, settings)
-    split = {key: getattr(settings.file["dataset"], key) for key in SPLIT}
+    split = {key: getattr(settings.dataset, key) for key in SPLIT}
     plan = Manifest(STAGE, fingerprint, settings.as_dict() | {"dataset": split})
     with atomic_folder(folder / PLAN) as temporary:
         for shard in kept + trained:

@@ -23,8 +23,8 @@ WINDOW = 16  # batches that are sorted by length together
 class LocalExtractor:
     """States from the target in this process."""
 
-    def __init__(self, target: Target, settings: Extract, aux_layers: tuple[int, ...]):
-        self.model = load_model(target, settings.device)
+    def __init__(self, target: Target, settings: Extract, aux_layers: tuple[int, ...], device: str = "auto"):
+        self.model = load_model(target, device)
         decoder = self.model.get_decoder()
         self.decoder = getattr(decoder, "language_model", decoder)  # a vision wrapper's text model
         if not isinstance(getattr(self.decoder, "layers", None), nn.ModuleList) or not hasattr(self.decoder, "norm"):

@@ -14,8 +14,10 @@ from torch.nn.functional import rms_norm
 
 from common.dataset.shards import Shard
 from common.pipeline.errors import SafetyStop
-from common.pipeline.settings import Extract
 
+CHECK_FIRST = 8  # sequences of a shard that are checked
+MAX_NLL = 2.0  # nat/token: above it, the run stops
+MIN_TOP1 = 0.5  # below this share of first choices, the run stops
 POSITIONS = 256  # of a sequence, from its first reply token on: bounds the cost of a large head
 CHUNK = 64  # positions whose logits exist at once
 TIES = 2  # bf16 ties that fall the other way are no finding where a shard has but a few positions
@@ -42,14 +44,14 @@ class OnPolicy:
             f"{self.top1 / n:.1%} (one token early {self.early_nll / s:.1f} nat, late {self.late_nll / s:.1f} nat)"
         )
 
-    def problem(self, limits: Extract) -> str | None:
+    def problem(self) -> str | None:
         """What is wrong with the figures, or None."""
         if not self.positions:
             return None
         nll, top1 = self.nll / self.positions, self.top1 / self.positions
-        least = max(limits.min_top1, GREEDY_TOP1 if self.greedy else 0.0)
-        if nll > limits.max_nll:
-            return f"{nll:.2f} nat/token is above extract.max_nll {limits.max_nll:g}"
+        least = max(MIN_TOP1, GREEDY_TOP1 if self.greedy else 0.0)
+        if nll > MAX_NLL:
+            return f"{nll:.2f} nat/token is above the limit of {MAX_NLL:g}"
         if self.top1 + TIES < least * self.positions:
             return f"first choice {top1:.1%} is below {least:.0%}"
         early, late = self.early_nll / self.positions, self.late_nll / max(self.shifted_positions, 1)
@@ -61,17 +63,17 @@ class OnPolicy:
 class OnPolicyCheck:
     """Checks sequences as stored. norm [H], head [V, H] are the target's own, `eps` its norm's."""
 
-    def __init__(self, norm: Tensor, head: Tensor, eps: float, limits: Extract):
+    def __init__(self, norm: Tensor, head: Tensor, eps: float):
         self.device = "cuda" if torch.cuda.is_available() else "cpu"
         self.norm, self.head = norm.to(self.device, torch.bfloat16), head.to(self.device, torch.bfloat16)
-        self.eps, self.limits, self.total = eps, limits, OnPolicy()
+        self.eps, self.total = eps, OnPolicy()
 
     def check_shard(self, shard: Shard) -> None:
         """Check the shard's first sequences; raises SafetyStop when their figures are beyond the limits."""
         figures = OnPolicy()
-        for i in range(min(len(shard), self.limits.check_first)):
+        for i in range(min(len(shard), CHECK_FIRST)):
             self._add(shard, i, figures)
-        problem = figures.problem(self.limits)
+        problem = figures.problem()
         for key, value in vars(figures).items():
             together = self.total.greedy and value if key == "greedy" else getattr(self.total, key) + value
             setattr(self.total, key, together)

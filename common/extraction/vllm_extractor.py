@@ -34,6 +34,9 @@ from common.target.sizes import TargetSizes, weights_name
 PROBE_TOKENS = 16
 RESTED_S = 10.0  # a server that failed is asked again only after so long, while others answer
 LONGEST_PAUSE_S = 30.0
+RETRIES = 3  # of a failed sample, with exponential backoff
+MAX_CONSECUTIVE_FAILURES = 32  # the run stops at so many failed samples in a row
+SAMPLE_TIMEOUT_S = 600.0  # deadline of one sample, its file included
 START_HINT = "start it with what --print-server-command prints"
 
 
@@ -63,7 +66,7 @@ class VllmExtractor:
 
     def __enter__(self) -> "VllmExtractor":
         with ExitStack() as stack:
-            options = {"api_key": "EMPTY", "max_retries": 0, "timeout": self.settings.extract_timeout_s}
+            options = {"api_key": "EMPTY", "max_retries": 0, "timeout": SAMPLE_TIMEOUT_S}
             urls = api_roots(self.settings.extract_urls, "extract.extract_urls")
             self.servers = [Server(url, stack.enter_context(openai.OpenAI(base_url=url, **options))) for url in urls]
             unnamed = [server.url for server in self.servers if not self._check_server(server)]
@@ -157,11 +160,11 @@ class VllmExtractor:
     def _watch(self, result: States | ExtractError) -> None:
         """The circuit breaker: a dead server must not turn a night's samples into failures."""
         self.failed_in_a_row = self.failed_in_a_row + 1 if isinstance(result, ExtractError) else 0
-        if self.failed_in_a_row >= self.settings.extract_breaker:
+        if self.failed_in_a_row >= MAX_CONSECUTIVE_FAILURES:
             raise SafetyStop(f"{self.failed_in_a_row} samples failed in a row, the last with: {result}; rerun to go on")
 
     def _fetch(self, stream: Stream) -> States | ExtractError:
-        for attempt in range(self.settings.extract_retries + 1):
+        for attempt in range(RETRIES + 1):
             with self.lock:
                 now = time.monotonic()
                 server = min(self.servers, key=lambda s: (s.rests_until > now, s.in_flight))
@@ -175,14 +178,14 @@ class VllmExtractor:
             finally:
                 with self.lock:
                     server.in_flight -= 1
-            last = attempt == self.settings.extract_retries
+            last = attempt == RETRIES
             if last or self.spool.stopped.wait(min(LONGEST_PAUSE_S, 2.0**attempt)):
                 return problem
         raise AssertionError("no try was made")
 
     def _try(self, stream: Stream, server: Server) -> States:
         """One request and its file; raises ExtractError. Whatever happens, nothing of it stays in the spool."""
-        deadline = time.monotonic() + self.settings.extract_timeout_s
+        deadline = time.monotonic() + SAMPLE_TIMEOUT_S
         request, path, sound = self.spool.new_request(), None, False
         try:
             path = self._ask(stream, server, request)

@@ -70,12 +70,6 @@ def trained_weights(draft) -> int:
     return draft.num_aux * h * h + layer + draft.draft_vocab_size * h + norms
 
 
-def updated_weights(draft, train_embedding: bool = False, train_head: bool = True) -> int:
-    """Of all weights those that the optimizer holds: with the embedding, without a frozen head."""
-    added = train_embedding * draft.vocab_size * draft.hidden_size
-    return trained_weights(draft) + added - (not train_head) * draft.draft_vocab_size * draft.hidden_size
-
-
 # ---- FLOPs ----
 
 
@@ -113,21 +107,18 @@ def training_memory(
     steps: int,
     ranks: int,
     parallel: str = "ddp",
-    train_embedding: bool = False,
-    train_head: bool = True,
 ) -> dict[str, float]:
     """Bytes on one rank at the highest point of an AdamW step, by part; bf16 products, float32 masters, W weights.
 
     master 4 W, optimizer 8 W (two moments), gradients 4 W; FSDP2 shares these out over the ranks and gathers the
     masters (4 W) and the gradients (4 W) for the time of a step; DDP's buckets are 4 W beside the gradients.
     copies      bf16 matrices of a step: 2 (W + H (q + kv)), the hidden half of the projections twice
-    embedding   2 V H, frozen; where it is trained, V H are among the weights
-    frozen head 4 D H, which are then not among the weights
+    embedding   2 V H, frozen
     target head 2 (V + D) H: all rows for its choice, the draft's rows for the loss
     packs       two packs (one read ahead): T (2 (A + 1) H + 9)
     activations what backward needs (`activation_bytes`)
     """
-    weights = updated_weights(draft, train_embedding, train_head)
+    weights = trained_weights(draft)
     shared = ranks if parallel == "fsdp" else 1
     c, h = columns(draft), draft.hidden_size
     parts = {
@@ -137,8 +128,7 @@ def training_memory(
         "gathered": 2 * MASTER * weights if parallel == "fsdp" and ranks > 1 else 0.0,
         "buckets": MASTER * weights if parallel == "ddp" and ranks > 1 else 0.0,
         "copies": LOW * (trained_weights(draft) + h * (c.query_in + c.key_value_in)),
-        "frozen head": MASTER * draft.draft_vocab_size * h * (not train_head),
-        "embedding": LOW * draft.vocab_size * h * (not train_embedding),
+        "embedding": LOW * draft.vocab_size * h,
         "target head": LOW * (draft.vocab_size + draft.draft_vocab_size) * h,
         "packs": 2 * tokens * (LOW * (draft.num_aux + 1) * h + 9),
         "activations": activation_bytes(draft, tokens, rows, steps),
@@ -172,9 +162,9 @@ def on_a_gpu(parts: dict[str, float]) -> float:
 # ---- disk ----
 
 
-def checkpoint_bytes(draft, train_embedding: bool = False, train_head: bool = True) -> float:
+def checkpoint_bytes(draft) -> float:
     """Float32 masters and AdamW's two moments: 12 W."""
-    return 12.0 * updated_weights(draft, train_embedding, train_head)
+    return 12.0 * trained_weights(draft)
 
 
 def export_bytes(draft) -> float:

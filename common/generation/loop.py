@@ -21,6 +21,10 @@ from common.questions.conversations import Unusable
 from common.target.protocol import Protocol
 
 LONGEST_PAUSE_S = 60.0
+RETRIES = 4  # of a failed request, with exponential backoff
+MAX_CONSECUTIVE_FAILURES = 64  # the run stops at so many failed requests in a row
+SILENCE_AFTER = 16  # a thinking run stops where so many first replies carry no reasoning
+MAX_SILENT_SHARE = 0.1  # warn above this share of samples without reasoning
 SYNC_EVERY_S = 10.0  # how much a power cut may take; a killed process loses nothing
 COMPARE_FIRST, COMPARE_EVERY = 64, 16  # replies whose ids are also rebuilt from text: the honest mismatch rate
 
@@ -154,7 +158,7 @@ class Generation:
                     raise SafetyStop(f"no server for {self.settings.outage_s:g} s ({error}); start it and rerun")
                 continue
             tries += 1
-            if not error.retry or tries > self.settings.retries:
+            if not error.retry or tries > RETRIES:
                 raise error
             pause = min(2.0 ** (tries - 1), LONGEST_PAUSE_S) * random.uniform(0.5, 1.0)
             if error.wait_s is not None:  # what the server asks for is honoured, within the request's own deadline
@@ -169,7 +173,7 @@ class Generation:
 
     def _hold(self, record: Record, answer: Answer) -> None:
         self.held.append((record, answer))
-        if len(self.held) == self.settings.silence_after:  # once: others may come in before the workers are stopped
+        if len(self.held) == SILENCE_AFTER:  # once: others may come in before the workers are stopped
             self._stop_for_silence()
 
     def _settle_held(self) -> None:
@@ -212,7 +216,7 @@ class Generation:
         self.failed_in_a_row += 1
         self.records.fail(id, source, reason)
         self._show(0)
-        if self.failed_in_a_row == self.settings.breaker:
+        if self.failed_in_a_row == MAX_CONSECUTIVE_FAILURES:
             raise SafetyStop(
                 f"{self.failed_in_a_row} requests failed in a row, the last with: {reason}; rerun to go on"
             )
@@ -225,7 +229,7 @@ class Generation:
     def _show(self, done: int) -> None:
         counts, elapsed = self.counts, max(time.monotonic() - self.started, 1e-9)
         silent = self.silent_share()
-        warning = {"WARNING": f"{silent:.0%} without reasoning"} if silent > self.settings.max_silent_share else {}
+        warning = {"WARNING": f"{silent:.0%} without reasoning"} if silent > MAX_SILENT_SHARE else {}
         self.progress.update(
             done,
             failed=counts.failed,

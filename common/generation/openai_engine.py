@@ -14,7 +14,7 @@ from common.generation.completion import read_reply
 from common.generation.engine import Answer, EngineError, Request, Sampling
 from common.pipeline.errors import UserError
 from common.pipeline.settings import Generate
-from common.servers.endpoints import api_roots, arguments_of, read_models, server_version
+from common.servers.endpoints import api_key, api_roots, arguments_of, read_models, server_version
 from common.target.messages import on_the_wire
 from common.target.protocol import Protocol
 
@@ -51,7 +51,7 @@ class OpenAIServers:
         # Retries and deadlines are counted, paced and reported by the generation loop, not by the client.
         timeout = Timeout(None, connect=CONNECT_TIMEOUT_S)
         for url in api_roots(self.settings.base_urls, "generate.base_urls"):
-            client = AsyncOpenAI(base_url=url, api_key=self.settings.api_key, max_retries=0, timeout=timeout)
+            client = AsyncOpenAI(base_url=url, api_key=api_key(), max_retries=0, timeout=timeout)
             self.servers.append(Server(url, client))
         try:
             for server in self.servers:

@@ -15,7 +15,7 @@ from common.generation.record import Record, check_rebuilt, make_record
 from common.generation.work import sampling_of
 from common.pipeline.command_line import Settings
 from common.pipeline.console import say, table
-from common.servers.endpoints import arguments_of
+from common.servers.endpoints import api_key, arguments_of
 from common.target.protocol import Protocol
 
 QUESTION = "What is 17 times 23? Think it through, then answer in one sentence."
@@ -45,7 +45,7 @@ async def _probe_server(engine: OpenAIServers, server: Server, request: Request,
     say(f"probe of {server.url}")
     body = engine.body(request, sampling)
     try:
-        text = await asyncio.to_thread(_post, server.url, body, engine.settings.api_key)
+        text = await asyncio.to_thread(_post, server.url, body, api_key())
         opened = protocol.think_open_in_prompt(request.prompt_ids)
         answer = read_reply(text, protocol, opened, server.version)
         shown = await server.client.chat.completions.create(**arguments_of(body))

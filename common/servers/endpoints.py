@@ -1,12 +1,18 @@
 """vLLM and SGLang servers seen from outside: addresses, models, versions."""
 
 import json
+import os
 import urllib.request
 
 from common.pipeline.errors import UserError
 
 KNOWN = ("model", "messages", "temperature", "top_p", "max_tokens", "seed")  # arguments that the client has itself
 VERSION_PAGES = {"vLLM": "/version", "SGLang": "/get_server_info"}
+
+
+def api_key() -> str:
+    """The key sent to servers: OPENAI_API_KEY, as the openai client reads it. It is never stored."""
+    return os.environ.get("OPENAI_API_KEY") or "EMPTY"
 
 
 def arguments_of(body: dict) -> dict:

@@ -15,9 +15,11 @@ from common.pipeline.errors import UserError
 from common.pipeline.settings import Generate, Questions, Serving, Target
 from common.questions.questions import Question, QuestionStream
 from common.servers.draft_counters import DraftCounts, draft_counts
+from common.servers.endpoints import api_key
 from common.target.messages import on_the_wire
 
 QUESTIONS = 80  # without --n
+REQUEST_TIMEOUT_S = 3600.0
 FOREIGN_SHARE = 0.05  # more tokens out of drafts than were asked for: somebody else uses the server
 WARM_UP_TOKENS = 8
 SETTLE_S, SETTLE_READS = 0.2, 10
@@ -154,10 +156,10 @@ def speed(replies: list[Reply], seconds: float) -> dict:
 
 def measure(settings: Serving, target: Target, generate: Generate, questions: list[Question]) -> dict:
     """Ask every question of the drafting server, and of the one without a draft; returns figures for the report."""
-    server = Server(settings.serve_eval, generate.api_key, settings.eval_timeout_s, generate.served_model)
+    server = Server(settings.serve_eval, api_key(), REQUEST_TIMEOUT_S, generate.served_model)
     plain = None
     if settings.without_draft:
-        plain = Server(settings.without_draft, generate.api_key, settings.eval_timeout_s, generate.served_model)
+        plain = Server(settings.without_draft, api_key(), REQUEST_TIMEOUT_S, generate.served_model)
     if server.counts() is None:
         raise UserError(
             f"{server.root}/metrics counts no drafts: start the server with --speculative-config, and without "

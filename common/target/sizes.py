@@ -5,12 +5,12 @@ Torch is imported only where tensors are.
 """
 
 import math
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass
 from pathlib import Path
 
 from common.pipeline.errors import UserError
 from common.pipeline.files import digest, read_json
-from common.pipeline.settings import Sizes, Target
+from common.pipeline.settings import Target
 from common.target.protocol import require_model
 
 CAPS = ("final_logit_softcapping", "logits_soft_cap")  # tanh over the logits
@@ -35,21 +35,29 @@ class TargetSizes:
         return layers
 
 
-def read_sizes(target: Target, known: Sizes | None = None) -> TargetSizes:
-    """Sizes from config.json, nested (`text_config`) or not; raises UserError that names a missing key, or one that
-    differs from `known`, what the TOML says of the target."""
-    config = _read_config(target)
-    text = {**config, **config["text_config"]} if isinstance(config.get("text_config"), dict) else config
+def read_sizes(target: Target, shipped: Path | None = None) -> TargetSizes:
+    """Sizes from the target's config.json; from `shipped`, a copy of it in configs/, where the checkpoint is neither on
+    this machine nor on the hub. Raises UserError where both exist and their numbers differ, and for a missing key."""
+    copy = read_json(shipped) if shipped else None
+    try:
+        config = _read_config(target)
+    except UserError:
+        if copy is None or Path(target.model).is_dir():
+            raise
+        config = copy
+    text = _text_config(config)
+    for key, value in _text_config(copy or {}).items():
+        known = text.get(key, value)  # a key that config.json leaves out has its class's default, which we don't know
+        if not isinstance(value, int | float):
+            continue
+        if not isinstance(known, int | float) or not math.isclose(known, value, rel_tol=1e-6):
+            raise UserError(f"{key} is {value} in {shipped}, {known} in config.json of {target.model!r}")
     for key in CAPS:
         if text.get(key):
             raise UserError(
                 f"{target.model!r}: {key} is {text[key]} in its config.json, but a draft is taught logits that are the "
                 "head times the normed state, without a cap; take another target"
             )
-    for key, value in said(known).items():
-        found = text.get(key, value)  # a key that is left out there has its class's default, which we don't know
-        if found != value and not (isinstance(value, float) and math.isclose(found, value, rel_tol=1e-6)):
-            raise UserError(f"sizes.{key} is {value} in the config, {found} in config.json of {target.model!r}")
     try:
         return TargetSizes(
             hidden_size=text["hidden_size"],
@@ -63,27 +71,10 @@ def read_sizes(target: Target, known: Sizes | None = None) -> TargetSizes:
         raise UserError(f"config.json of {target.model!r} has no {key}; is it a causal language model?") from None
 
 
-def said(known: Sizes | None) -> dict:
-    """What a TOML says of config.json: its keys without those that no config.json has."""
-    values = asdict(known) if known else {}
-    return {key: value for key, value in values.items() if value and key not in ("active_b", "weights_gb")}
-
-
-def planned_sizes(target: Target, known: Sizes) -> TargetSizes:
-    """Sizes for a dry run: of the checkpoint where it is at hand, else of the TOML; raises UserError without either."""
-    try:
-        return read_sizes(target, known)
-    except UserError as error:
-        text = said(known)
-        missing = [key for key in ("hidden_size", "num_hidden_layers", "vocab_size", "rms_norm_eps") if key not in text]
-        if len(missing) == 4 or "in the config," in str(error):
-            raise
-        if missing:
-            raise UserError(f"{error}; and [sizes] of the config lacks {', '.join(missing)}") from None
-        hidden, layers, vocab, eps = (
-            text[key] for key in ("hidden_size", "num_hidden_layers", "vocab_size", "rms_norm_eps")
-        )
-        return TargetSizes(hidden, layers, vocab, eps, tied=False, text=text)
+def _text_config(config: dict) -> dict:
+    """The settings of the text model: nested in `text_config`, or the whole."""
+    nested = config.get("text_config")
+    return {**config, **nested} if isinstance(nested, dict) else config
 
 
 def weights_name(model: str) -> str:

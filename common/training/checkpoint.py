@@ -16,6 +16,7 @@ from common.training.optimizer import Optimizers
 from common.training.ranks import like, whole
 
 PREFIX = "step-"
+KEEP_CHECKPOINTS = 2  # the last ones; the best is kept beside them
 
 
 def save_checkpoint(folder: Path, module: nn.Module, optimizer: Optimizers, state: dict, first: bool = True) -> Path:
@@ -87,8 +88,8 @@ def checkpoints(folder: Path) -> list[Path]:
     return sorted(p for p in folder.glob(f"{PREFIX}*") if (p / "state.json").is_file())
 
 
-def prune(folder: Path, keep_last: int, keep: Path | None) -> None:
-    """Delete all but the last `keep_last` checkpoints (one at least, to go on from) and `keep`."""
-    for path in checkpoints(folder)[: -max(1, keep_last)]:
+def prune(folder: Path, keep: Path | None) -> None:
+    """Delete all but the last KEEP_CHECKPOINTS checkpoints and `keep`."""
+    for path in checkpoints(folder)[:-KEEP_CHECKPOINTS]:
         if path != keep:
             shutil.rmtree(path)

@@ -13,6 +13,8 @@ from common.target.sample_view import parts
 from common.training.acceptance import Bigram, ReplySteps, accepted_rows, measure
 from common.training.ranks import Ranks, gathered
 
+DRAFT_COST = 0.05  # time of a draft step relative to one forward of the target
+
 
 @dataclass
 class HeldOut:
@@ -44,13 +46,11 @@ class HeldOut:
 
 
 @torch.no_grad()
-def evaluate(
-    step: UnrolledStep, held_out: HeldOut, ranks: Ranks, steps: int, draft_cost: float
-) -> tuple[dict, list[list[ReplySteps]]]:
+def evaluate(step: UnrolledStep, held_out: HeldOut, ranks: Ranks, steps: int) -> tuple[dict, list[list[ReplySteps]]]:
     """(an `eval` metrics line, the steps of each pack's replies): walk and per-position acceptance on held-out data.
 
     `steps`: draft steps that are unrolled, whatever the number in training; the loss is that of the trained ones.
-    `draft_cost`: time of a draft step over one of the target's forwards. The packs are shared out to the ranks.
+    The packs are shared out to the ranks.
     """
     replies, outside, agreed = [], 0, torch.zeros(steps, dtype=torch.int64)
     sums, counts = torch.zeros(steps, dtype=torch.float64), torch.zeros(steps, dtype=torch.int64)
@@ -75,12 +75,12 @@ def evaluate(
     # against the target's own first choice, which greedy replies consist of; sampled ones also hold other tokens
     totals = zip(facts["walk"], agreed.tolist(), strict=False)  # no walk without replies
     facts["per_position_argmax"] = {k: 1 + total / max(int(counts[0]), 1) for k, total in totals}
-    facts["speed_up"] = speed_ups(facts["walk"], draft_cost)
+    facts["speed_up"] = speed_ups(facts["walk"])
     facts["outside_vocab"] = int(outside) / max(int(counts[0]), 1)
     return facts, replies
 
 
-def speed_ups(walk: dict[str, dict], draft_cost: float) -> dict[str, float | None]:
+def speed_ups(walk: dict[str, dict], draft_cost: float = DRAFT_COST) -> dict[str, float | None]:
     """Tokens a second with a draft over without one, for each k.
 
     A round is k steps of the draft and one forward of the target, which takes as long for k + 1 tokens as for one:

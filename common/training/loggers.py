@@ -10,9 +10,9 @@ from common.pipeline.jsonl import read_jsonl
 class Loggers:
     """Sends metrics lines to the services that are asked for; each is imported here and nowhere else."""
 
-    def __init__(self, folder: Path, tensorboard: bool, wandb: bool, step: int, facts: dict):
-        self.writer = _tensorboard(folder / "tensorboard", step) if tensorboard else None
-        self.wandb = _wandb(folder, facts) if wandb else None
+    def __init__(self, folder: Path, track: tuple[str, ...], step: int, facts: dict):
+        self.writer = _tensorboard(folder / "tensorboard", step) if "tensorboard" in track else None
+        self.wandb = _wandb(folder, facts) if "wandb" in track else None
 
     def log(self, line: dict) -> None:
         """One metrics line: its numbers, nested names joined by "/"."""
@@ -45,7 +45,7 @@ def _tensorboard(folder: Path, step: int):
     try:
         from torch.utils.tensorboard import SummaryWriter
     except ImportError as error:
-        raise UserError(f"train.tensorboard: tensorboard is not installed ({error}); pip install tensorboard") from None
+        raise UserError(f"train.track: tensorboard is not installed ({error}); pip install tensorboard") from None
     return SummaryWriter(str(folder), purge_step=step + 1)
 
 
@@ -53,7 +53,7 @@ def _wandb(folder: Path, facts: dict):
     try:
         import wandb
     except ImportError as error:
-        raise UserError(f"train.wandb: wandb is not installed ({error}); pip install wandb") from None
+        raise UserError(f"train.track: wandb is not installed ({error}); pip install wandb") from None
     # the same folder is the same run there, so that a resumed run goes on in its curves
     id = hashlib.sha256(str(folder.resolve()).encode()).hexdigest()[:12]
     name = folder.resolve().parent.name

@@ -5,10 +5,13 @@ import math
 import torch
 from torch import nn
 
+from common.dataset.index import Index
 from common.pipeline.errors import UserError
 from common.pipeline.settings import Train
 from common.training.ranks import Ranks
 
+GRAD_CLIP = 1.0  # highest gradient norm
+WARMUP_SHARE = 0.05  # of the steps, with a rising learning rate
 DTYPES = {"bf16": torch.bfloat16, "fp32": torch.float32}
 
 
@@ -19,12 +22,16 @@ def check_settings(s: Train, ranks: Ranks) -> None:
     """Raise UserError for settings that contradict each other or the ranks."""
     if s.packs_per_step % ranks.world:
         raise UserError(f"train.packs_per_step {s.packs_per_step} must be a multiple of the ranks, {ranks.world}")
-    if s.step_weights and len(s.step_weights) != s.unrolled_steps:
-        raise UserError(f"train.step_weights has {len(s.step_weights)} entries for {s.unrolled_steps} unrolled steps")
-    if s.step_weights and not s.step_weights[0]:
-        raise UserError("train.step_weights must weight the first step: every later one builds on it")
-    if s.hard_label_share > 1:
-        raise UserError(f"train.hard_label_share must be at most 1, not {s.hard_label_share:g}")
+
+
+def check_pack_tokens(index: Index, pack_tokens: int) -> None:
+    """Raise UserError where a sample is longer than a pack: it would need more memory than the setting promises."""
+    longest = int(index.length.max())
+    if longest > pack_tokens:
+        raise UserError(
+            f"train.pack_tokens is {pack_tokens}, but the longest sample of 03_dataset has {longest} tokens; set "
+            f"--pack-tokens {longest} or more, or run 03 again with --sample-tokens {pack_tokens}, which cuts samples"
+        )
 
 
 class Optimizers:
@@ -47,7 +54,7 @@ class Optimizers:
 
 
 def make_optimizer(module: nn.Module, settings: Train) -> Optimizers:
-    """AdamW over float32 masters, norms not decayed; with Muon for the matrices between embedding and head, if asked.
+    """AdamW over float32 masters; with Muon for the matrices between embedding and head, if asked.
 
     Muon's updates are scaled to AdamW's size, so that one learning rate serves both.
     """
@@ -55,22 +62,17 @@ def make_optimizer(module: nn.Module, settings: Train) -> Optimizers:
     inner = {n for n, p in trained.items() if p.ndim == 2 and n.startswith(("midlayer.", "fc."))}
     matrices = inner if settings.optimizer == "muon" else set()
     rest = [p for name, p in trained.items() if name not in matrices]
-    groups = [
-        {"params": [p for p in rest if p.ndim > 1], "weight_decay": settings.weight_decay},
-        {"params": [p for p in rest if p.ndim <= 1], "weight_decay": 0.0},
-    ]
-    parts = [torch.optim.AdamW(groups, lr=settings.learning_rate, betas=(0.9, 0.95), fused=True)]
+    groups = [{"params": [p for p in rest if p.ndim > 1]}, {"params": [p for p in rest if p.ndim <= 1]}]
+    parts = [torch.optim.AdamW(groups, lr=settings.learning_rate, betas=(0.9, 0.95), weight_decay=0.0, fused=True)]
     if matrices:
-        if not hasattr(torch.optim, "Muon"):
-            raise UserError(f"train.optimizer muon needs torch 2.9 or newer, this is {torch.__version__}")
-        muon = {"lr": settings.learning_rate, "weight_decay": settings.weight_decay}
+        muon = {"lr": settings.learning_rate, "weight_decay": 0.0}
         parts.append(torch.optim.Muon([trained[n] for n in sorted(matrices)], **muon, adjust_lr_fn="match_rms_adamw"))
     return Optimizers(*parts)
 
 
 def learning_rate(step: int, total: int, settings: Train) -> float:
     """Linear warm-up, then a cosine to zero; `step` counts from 0."""
-    warmup = max(1, round(settings.warmup_share * total))
+    warmup = max(1, round(WARMUP_SHARE * total))
     if step < warmup:
         return settings.learning_rate * (step + 1) / warmup
     return settings.learning_rate * 0.5 * (1 + math.cos(math.pi * (step - warmup) / max(1, total - warmup)))

@@ -32,7 +32,7 @@ from common.training.checkpoint import checkpoints, load_checkpoint, prune, save
 from common.training.disk_budget import Follower, follow
 from common.training.held_out import HeldOut, bigram_floor, evaluate, sample_views
 from common.training.loggers import Loggers, other_runs
-from common.training.optimizer import DTYPES, check_settings, make_optimizer
+from common.training.optimizer import DTYPES, check_pack_tokens, check_settings, make_optimizer
 from common.training.ranks import Ranks, in_parallel, is_sharded
 from common.training.utilisation import StepFlops, matmul_rate
 
@@ -58,10 +58,10 @@ class TrainingRun:
         self.kept = kept_tokens(self.d2t, self.t2d)
         self.coverage = coverage(vocab["counts"], self.kept)
         self.others = other_runs(s.compare, DRAFT)
-        index, pack_tokens = Index.load(source / "index.safetensors"), dataset.settings["dataset"]["pack_tokens"]
-        window = follow(states, dataset, settings.flags.follow, settings.fresh)
-        self.follower = Follower(window, index, pack_tokens, s, ranks) if window else None
-        self.packs = self.follower.packs if window else Packs(states, index, pack_tokens)
+        check_pack_tokens(index := Index.load(source / "index.safetensors"), s.pack_tokens)
+        window = follow(states, dataset, settings.switches.follow, settings.fresh)
+        self.follower = Follower(window, index, s.pack_tokens, s, ranks) if window else None
+        self.packs = self.follower.packs if window else Packs(states, index, s.pack_tokens)
         self.order = self.follower.order if window else PackOrder(self.packs, s.seed)
         self.held_out = HeldOut.of(self.packs, protocol["think_open"], protocol["think_close"])
 
@@ -74,7 +74,6 @@ class TrainingRun:
         self.total_steps = max(1, self.order.count(s.epochs) // s.packs_per_step)
         self.steps_an_epoch = max(1, self.order.count(1) // s.packs_per_step)
         self.eval_every = s.eval_every or self.steps_an_epoch
-        self.checkpoint_every = s.checkpoint_every or self.eval_every
         self.main_k = str(min(MAIN_K, s.eval_steps))
         self.step = self.tokens = self.best_step = 0
         self.seconds = self.best_length = 0.0
@@ -84,10 +83,9 @@ class TrainingRun:
         """The draft before any training and the step that unrolls it, whole on this rank."""
         s, device, embedding = self.settings.train, self.ranks.device, self.target["embedding"]
         # The seed's weights are drawn on the CPU; the target's tensors move once and are shared by whatever is built.
-        self.draft = Draft(self.config, embedding.float() if s.train_embedding else embedding).to(device)
-        self.draft.embed_tokens.weight.requires_grad_(s.train_embedding)
-        self.draft.lm_head.weight.requires_grad_(s.train_head)
-        self.draft.initialise(self.target["lm_head"][self.kept].float(), s.seed, s.fc_init)
+        self.draft = Draft(self.config, embedding).to(device)
+        self.draft.embed_tokens.weight.requires_grad_(False)
+        self.draft.initialise(self.target["lm_head"][self.kept].float(), s.seed)
         self.unrolled = UnrolledStep(
             self.draft,
             self.target["norm"].to(device),
@@ -96,9 +94,6 @@ class TrainingRun:
             None if len(self.kept) == len(self.t2d) else self.kept.to(device),
             s.unrolled_steps,
             s.step_weight,
-            step_weights=s.step_weights,
-            mask_outside_vocab=s.mask_outside_vocab,
-            hard_label_share=s.hard_label_share,
             dtype=DTYPES[s.precision],
             compiled=s.compile,
         )
@@ -138,8 +133,8 @@ class TrainingRun:
         ] + (self.follower.window.lines() if self.follower else [])
 
     def checkpoint_due(self) -> bool:
-        """Each so many steps, and at the end of a window's round, whose shards can be deleted then."""
-        return self.step % self.checkpoint_every == 0 or bool(self.follower and self.step in self.follower.order.ends)
+        """At each evaluation, and at the end of a window's round, whose shards can be deleted then."""
+        return self.step % self.eval_every == 0 or bool(self.follower and self.step in self.follower.order.ends)
 
     def measure_baselines(self) -> None:
         """Held-out acceptance of the untrained draft and of a bigram table from the same training tokens."""
@@ -151,7 +146,7 @@ class TrainingRun:
     def measure(self) -> tuple[dict, list]:
         """Held-out acceptance of the draft as it is: (an `eval` metrics line, the steps of each pack's replies)."""
         s = self.settings.train
-        return evaluate(self.unrolled, self.held_out, self.evaluators, s.eval_steps, s.draft_cost)
+        return evaluate(self.unrolled, self.held_out, self.evaluators, s.eval_steps)
 
     def check_finite(self, batch: list[Pack], results: list[StepResult], norm: Tensor) -> None:
         """Raise SafetyStop before the update when the loss or the gradient is not finite, naming the samples."""
@@ -241,7 +236,7 @@ class TrainingRun:
             kept = [line for line in self.metrics() if line["step"] <= self.step and found]
             write_text(path, "".join(json.dumps(line) + "\n" for line in kept))
             s = self.settings.train
-            self.loggers = Loggers(folder, s.tensorboard, s.wandb, self.step, self.settings.as_dict())
+            self.loggers = Loggers(folder, s.track, self.step, self.settings.as_dict())
         if self.follower:
             self.follower.open(self.step, self.held_out)
 
@@ -261,7 +256,7 @@ class TrainingRun:
         folder = self.folder / "checkpoints"
         save_checkpoint(folder, self.draft, self.optimizer, self._state(), self.ranks.first)
         if self.ranks.first:
-            prune(folder, self.settings.train.keep_checkpoints, folder / f"step-{self.best_step:08d}")
+            prune(folder, folder / f"step-{self.best_step:08d}")
         if self.follower:
             self.follower.release(self.step)
 

@@ -62,7 +62,7 @@ def measure(args, folder: Path) -> None:
 def run_client(args, folder: Path) -> None:
     target = {"model": folder / "kimi", **KIMI}
     settings = {"dataset": folder / "questions.jsonl", "concurrency": IN_FLIGHT, "shuffle-seed": -1}
-    settings |= {"base-urls": f"http://127.0.0.1:{(folder / 'port').read_text()}", "silence-after": 16}
+    settings |= {"base-urls": f"http://127.0.0.1:{(folder / 'port').read_text()}"}
     flags = [f"--{name.replace('_', '-')}={value}" for name, value in (target | settings).items()]
     command = [sys.executable, str(ROOT / "01b_generate_synthetic.py"), f"--config={folder}/config.toml", *flags]
     started = time.time()

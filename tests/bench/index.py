@@ -61,7 +61,7 @@ def main() -> None:
         print(f"made up {len(names)} shards in {time.perf_counter() - started:.0f} s")
 
         started = time.perf_counter()
-        settings = Dataset(min_reasoning_share=0.1, source_pattern="set", drop_cut=True)
+        settings = Dataset()
         builder = IndexBuilder(settings, VOCAB)
         for name in names:
             builder.add(name, Shard(root / name))
@@ -71,7 +71,7 @@ def main() -> None:
         table = coverage_table(builder.counts, list(range(256)))
         index_s, started = time.perf_counter() - started, time.perf_counter()
         index = Index.load(root / "index.safetensors")
-        packs = Packs(root, index, settings.pack_tokens)
+        packs = Packs(root, index, settings.sample_tokens)
         plans = [packs.plan(TRAIN, 0), packs.plan(HELD_OUT, None)]
         plan_s = time.perf_counter() - started
     assert sum(len(pack) for plan in plans for pack in plan) == arguments.sequences

@@ -38,6 +38,14 @@ TIMEOUT_S = 240
 OTHER_NODE = r"01b.*--part 2/2"  # "the second on the other": rsync has something to fetch there
 
 
+# Stage 02 with a limit for so small a model, which is not sure of its own words.
+UNSURE = """import runpy
+from common.extraction import on_policy
+on_policy.MAX_NLL = 6.0
+runpy.run_path({script!r}, run_name="__main__")
+"""
+
+
 class Running(NamedTuple):
     """A command that was started, and where its output goes."""
 
@@ -68,8 +76,11 @@ class Clones:
             shutil.copytree(REPOSITORY / "configs", folder / "configs")
             config = "kimi-k2.5-nvfp4" if name == WINDOW else "kimi-k2.5"  # what the section's commands name
             (folder / f"configs/{config}.toml").write_text(self.config)
+            (folder / f"configs/{config}.config.json").unlink()  # Kimi's own sizes, which the tiny one has not
             for own in (*SCRIPTS.values(), "common"):
                 (folder / own).symlink_to(REPOSITORY / own)
+            (folder / SCRIPTS["02"]).unlink()
+            (folder / SCRIPTS["02"]).write_text(UNSURE.format(script=str(REPOSITORY / SCRIPTS["02"])))
             (folder / "models").mkdir()
             (folder / "models/kimi-k2.5").symlink_to(self.target)
             questions = (REPOSITORY / kimi.QUESTIONS).read_text("utf-8").splitlines(keepends=True)

@@ -79,12 +79,13 @@ EDITS = {  # settings of configs/kimi-k2.5.toml, as TOML; {} are folders and por
     "max_tokens": "24",
     "context_tokens": "2048",
     "outage_s": "20.0",  # a server that is not there must not take the time of the rest
-    "extract_urls": '["http://localhost:{extraction_port}/v1"]\nmax_nll = 6.0',
+    "extract_urls": '["http://localhost:{extraction_port}/v1"]',
     "aux_layers": "[1, 3, 5]",
     "max_tokens_per_sample": "512",
     "spool": '"{spool}"',
     "draft_vocab_size": "2048",
     "holdout_share": "0.2",
+    "sample_tokens": "256",
     "pack_tokens": "256",
     "form": '"mla"',  # vLLM's CPU build serves no Llama draft beside an MLA target
     "intermediate_size": "256",

@@ -35,10 +35,10 @@ MAIN_K = 3
 SERVED = {"tensor_parallel": 1}  # in place of the config's 8 GPUs; everything else about the server is the config's
 GREEDY = {"temperature": 0, "top_p": 1, "max_tokens": MAX_TOKENS, "context_tokens": 2048, "concurrency": 16}
 EXTRACT = {"aux_layers": AUX, "max_tokens_per_sample": 1024, "extract_concurrency": 16}
-EXTRACT |= {"max_nll": 6.0}  # so small a model is not sure of its own words
-DATASET = {"draft_vocab_size": 2048, "holdout_share": 0.2, "pack_tokens": 1024}
+CONSTANTS = {"common.extraction.on_policy.MAX_NLL": 6.0}  # so small a model is not sure of its own words
+DATASET = {"draft_vocab_size": 2048, "holdout_share": 0.2, "sample_tokens": 1024}
 DRAFT = {"form": "mla", "intermediate_size": 256, "attention_heads": 4, "key_value_heads": 4}
-TRAINING = {"epochs": 6, "learning_rate": 2e-3, "packs_per_step": 1, "eval_every": 100}
+TRAINING = {"epochs": 6, "learning_rate": 2e-3, "packs_per_step": 1, "pack_tokens": 1024, "eval_every": 100}
 
 
 def folder(rehearsal):
@@ -55,7 +55,7 @@ def config(rehearsal):
 
 
 def the_run(rehearsal, name: str = "kimi") -> Run:
-    return Run(rehearsal.work / name, config(rehearsal), model=folder(rehearsal))
+    return Run(rehearsal.work / name, config(rehearsal), CONSTANTS, model=folder(rehearsal))
 
 
 def build(rehearsal) -> None:

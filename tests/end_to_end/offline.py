@@ -27,7 +27,7 @@ def reply_walks(run: Run, k: int) -> dict[str, list[int]]:
     assert missing == ["embed_tokens.weight"] and not unknown, (missing, unknown)
     kept = kept_tokens(vocab["d2t"], vocab["t2d"])
     step = UnrolledStep(draft, target["norm"], facts["eps"], target["lm_head"], kept, steps=k)
-    pack_tokens = run.manifest("03_dataset").settings["dataset"]["pack_tokens"]
+    pack_tokens = run.manifest("03_dataset").settings["dataset"]["sample_tokens"]
     packs = Packs(run.folder / "02_hidden", Index.load(dataset / "index.safetensors"), pack_tokens)
     held_out = HeldOut.of(packs, facts["protocol"]["think_open"], facts["protocol"]["think_close"])
     found = {}

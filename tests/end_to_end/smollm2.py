@@ -40,8 +40,8 @@ EXACT = "float32"  # where it is held against the engine token by token: in bf16
 # No thinking budget: it would write a token that a plain engine does not, and the streams would part there.
 GREEDY = {"engine": "openai", "temperature": 0, "top_p": 1, "thinking_budget": 0, "max_tokens": MAX_TOKENS}
 GREEDY |= {"context_tokens": 1024, "concurrency": 16}
-DATASET = {"draft_vocab_size": 4096, "holdout_share": 0.2, "pack_tokens": 512}
-TRAINING = {"eval_every": 100}  # the demo's settings
+DATASET = {"draft_vocab_size": 4096, "holdout_share": 0.2, "sample_tokens": 512}
+TRAINING = {"pack_tokens": 512, "eval_every": 100}  # the demo's settings
 
 
 def the_run(rehearsal, name: str = "smollm2") -> Run:
@@ -105,7 +105,7 @@ def extract(rehearsal) -> None:
 
 def reference_states(prompts: list[list[int]]) -> list:
     """transformers' states at every layer's input and before the final norm, [31, T, H] a prompt, each alone."""
-    extractor = LocalExtractor(Target(model=MODEL), Extract(batch_tokens=1, device="cpu"), tuple(range(DEPTH)))
+    extractor = LocalExtractor(Target(model=MODEL), Extract(batch_tokens=1), tuple(range(DEPTH)), "cpu")
     streams = [Stream(str(i), array("i", ids), array("B", bytes(len(ids)))) for i, ids in enumerate(prompts)]
     found = {int(stream.id): states for stream, states in extractor.states(streams)}
     stacked = (torch.cat([found[i].aux, found[i].last], 1).unflatten(1, (DEPTH + 1, -1)) for i in range(len(prompts)))

@@ -14,6 +14,7 @@ from torch import Tensor
 from common.dataset.shards import Shard
 from common.pipeline.manifest import Manifest
 from tests.end_to_end.server import REPOSITORY, VllmServer
+from tests.support.patched import words
 
 SCRIPTS = {path.name[:2]: path.name for path in sorted(REPOSITORY.glob("0*.py"))}  # "01", "02", "03", "04"
 STAGE_TIMEOUT_S = 900
@@ -31,12 +32,13 @@ class StageFailed(RuntimeError):
 class Run:
     """One run folder of the pipeline, and the flags that all its stages share."""
 
-    def __init__(self, folder: Path, config: str, **target: object):
-        self.folder, self.config, self.target = folder, config, target
+    def __init__(self, folder: Path, config: str, constants: dict[str, object] | None = None, **target: object):
+        self.folder, self.config, self.constants, self.target = folder, config, constants or {}, target
 
     def command(self, stage: str, *flags: object, **settings: object) -> list[str]:
         common = ["--config", self.config, "--run-dir", self.folder, *as_flags(self.target)]
-        return [sys.executable, SCRIPTS[stage], *map(str, [*common, *as_flags(settings), *flags])]
+        flags = map(str, [*common, *as_flags(settings), *flags])
+        return [sys.executable, *words(self.constants), SCRIPTS[stage], *flags]
 
     def start(self, stage: str, *flags: object, **settings: object) -> subprocess.Popen:
         """Start a stage; its output goes to the run's log."""

@@ -20,7 +20,8 @@ from tests.support import tiny_training
 from tests.support.draft_folder import write
 from tests.support.stages import only_error
 
-FLAGS = ("--checkpoint-every", 1, "--keep-checkpoints", 99)
+FLAGS = ("--eval-every", 1)
+KEEP = {"common.training.checkpoint.KEEP_CHECKPOINTS": 99}
 CARD_FACTS = {"chosen_step": 7, "draft": {}, "data": {}, "train": {"x": "a|b"}}
 
 
@@ -34,7 +35,7 @@ def run(tmp_path_factory, demo_target):
 
 
 def train(folder, *flags) -> tuple[int, str, str]:
-    return tiny_training.train(folder, *FLAGS, *flags)
+    return tiny_training.train(folder, *FLAGS, *flags, constants=KEEP)
 
 
 def head(folder) -> torch.Tensor:

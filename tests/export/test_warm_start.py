@@ -56,12 +56,14 @@ def test_case_24_mapping_sizes_and_weights_come_along(run, published):
     assert (config["intermediate_size"], config["head_dim"], config["num_attention_heads"]) == (40, 6, 4)
 
 
-def test_a_frozen_head_is_the_published_one_out_of_shards_too(run, published, monkeypatch):
+def test_the_frozen_embedding_is_the_published_one_out_of_shards_too(run, published, monkeypatch):
     """Checkpoints hold what is trained; the draft that FSDP builds anew for the export takes the rest from there."""
     monkeypatch.setattr("common.training.run.is_sharded", lambda module: True)
-    code, _, stderr = train(run, "--warm-start", published, "--no-train-head")
+    code, _, stderr = train(run, "--warm-start", published)
     assert code == 0, stderr
-    assert torch.equal(exported(run)["lm_head.weight"], load_file(published / "model.safetensors")["lm_head.weight"])
+    before, after = load_file(published / "model.safetensors"), exported(run)
+    assert torch.equal(after["embed_tokens.weight"], before["embed_tokens.weight"])
+    assert not torch.equal(after["lm_head.weight"], before["lm_head.weight"])
 
 
 def test_it_learns_from_there(run, published):
@@ -152,41 +154,21 @@ def test_a_folder_without_a_draft(run, published):
 # ---- further settings of the training ----
 
 
-def test_further_options_train_and_resume(run):
-    """Muon, a trained embedding, step weights and hard labels together; resumed in the middle to the same losses."""
-    flags = ("--optimizer", "muon", "--train-embedding", "--step-weights", 1, 0.5, "--hard-label-share", 0.5)
-    flags += ("--checkpoint-every", 1, "--keep-checkpoints", 9, "--epochs", 1)
-    code, out, stderr = train(run, *flags)
-    assert code == 0, stderr
-    assert "weights 1 0.5;" in out and "0.0 M frozen" in out and "muon" in out
-    lines, weights = metrics(run, "train"), exported(run)
-    head = load_file(run / "03_dataset/target_head.safetensors")
-    assert not torch.equal(weights["embed_tokens.weight"], head["embedding"])
-    for step in (3, 4, 5):
-        shutil.rmtree(run / f"04_draft/checkpoints/step-{step:08d}")
-    code, out, stderr = train(run, *flags)
-    assert code == 0 and "resumed from step-00000002" in out, stderr
-    for before, after in zip(lines, metrics(run, "train"), strict=True):
-        assert all(before[name] == after[name] for name in ("step", "loss", "grad_norm"))
-    assert all(torch.equal(weights[name], tensor) for name, tensor in exported(run).items())
-
-
-def test_a_frozen_head_keeps_the_targets_rows(run):
-    code, _, stderr = train(run, "--no-train-head", "--epochs", 1)
+def test_the_embedding_stays_the_targets_and_the_head_is_trained(run):
+    code, _, stderr = train(run, "--epochs", 1)
     assert code == 0, stderr
     vocab, head = (load_file(run / f"03_dataset/{name}.safetensors") for name in ("vocab", "target_head"))
     kept = vocab["d2t"] + torch.arange(len(vocab["d2t"]))
-    assert torch.equal(exported(run)["lm_head.weight"], head["lm_head"][kept].bfloat16())
+    assert not torch.equal(exported(run)["lm_head.weight"], head["lm_head"][kept].bfloat16())
+    assert torch.equal(exported(run)["embed_tokens.weight"], head["embedding"])
     last = sorted((run / "04_draft/checkpoints").iterdir())[-1]
-    assert not {"lm_head.weight", "embed_tokens.weight"} & load_file(last / "model.safetensors").keys()
+    assert "embed_tokens.weight" not in load_file(last / "model.safetensors")
 
 
 @pytest.mark.parametrize(
     ("flags", "said"),
     [
-        (("--step-weights", 1, 0.5, 0.2), "step_weights has 3 entries for 2 unrolled steps"),
-        (("--step-weights", 0, 0.5), "must weight the first step"),
-        (("--hard-label-share", 1.5), "hard_label_share must be at most 1"),
+        (("--pack-tokens", 12), "but the longest sample of 03_dataset has 20 tokens; set --pack-tokens 20 or more"),
         (("--compare", "no-such-run"), "no-such-run holds no 04_draft/metrics.jsonl"),
     ],
 )

@@ -95,7 +95,7 @@ def test_a_resumed_run_knows_its_samples_in_shards_that_lost_some(place, monkeyp
 
     with monkeypatch.context() as patch:
         patch.setattr(local.LocalExtractor, "states", states)
-        place.done("02", "--max-failed-share", 1)
+        place.done("02", MAX_FAILED_SHARE=1.0)
     assert stored(place).keys().isdisjoint(lost) and len(stored(place)) == 31
     assert "; 4 to do" in place.done("02", "--n", 9)
     assert "; 1 to do" in place.done("02") and len(stored(place)) == 36

@@ -88,7 +88,7 @@ def test_large_norm_weights_and_another_architecture(tmp_path):
         model.model.norm.weight.copy_(torch.rand(32) * 200)
     model.save_pretrained(tmp_path)
     stream = Stream("a", array_of(range(40)), bytearray([1] * 40))
-    [(_, states)] = LocalExtractor(Target(str(tmp_path)), Extract(device="cpu"), (2, 4, 5)).states([stream])
+    [(_, states)] = LocalExtractor(Target(str(tmp_path)), Extract(), (2, 4, 5), "cpu").states([stream])
     theirs = own(model.eval(), stream)
     with torch.inference_mode():
         choice = model.lm_head(model.model.norm(states.last)).argmax(-1)
@@ -185,7 +185,7 @@ def figures(**changed) -> OnPolicy:
     [
         ({}, None),
         ({"positions": 0}, None),
-        ({"nll": 250.0}, "2.50 nat/token is above extract.max_nll 2"),
+        ({"nll": 250.0}, "2.50 nat/token is above the limit of 2"),
         ({"top1": 80}, "first choice 80.0% is below 90%"),
         ({"top1": 80, "greedy": False}, None),
         ({"top1": 45, "greedy": False}, "below 50%"),
@@ -212,7 +212,7 @@ def figures(**changed) -> OnPolicy:
     ],
 )
 def test_verdict(changed, said):
-    problem = figures(**changed).problem(Extract())
+    problem = figures(**changed).problem()
     assert problem is None if said is None else said in problem
 
 

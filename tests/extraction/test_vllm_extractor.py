@@ -83,7 +83,7 @@ def test_a_fault_is_tried_again(server, spool, fault):
 )  # fmt: skip
 def test_a_lasting_fault_is_reported_and_others_go_on(server, spool, fault, said):
     server.behave = lambda number, ids: fault if ids[0] == 1 else None
-    found = fetch(extractor(server, spool=spool, extract_retries=1), [stream(n) for n in range(4)])
+    found = fetch(extractor(server, spool=spool, RETRIES=1), [stream(n) for n in range(4)])
     assert isinstance(found["s1"], ExtractError) and said in str(found["s1"])
     for n in (0, 2, 3):
         assert_right(found[f"s{n}"], stream(n))
@@ -120,7 +120,7 @@ def test_a_lock_that_is_held_is_waited_for(server, spool):
 
 def test_a_lock_that_is_never_released_meets_the_deadline(server, spool):
     server.behave, server.held_s = lambda number, ids: "held" if ids[0] == 1 else None, 1.0
-    made = extractor(server, spool=spool, extract_timeout_s=0.3, extract_retries=1, extract_concurrency=2)
+    made = extractor(server, spool=spool, SAMPLE_TIMEOUT_S=0.3, RETRIES=1, extract_concurrency=2)
     started, found = time.monotonic(), {}
     for s, result in results(made, [stream(n) for n in range(4)]):
         found[s.id] = result
@@ -137,7 +137,7 @@ def test_a_lock_that_is_never_released_meets_the_deadline(server, spool):
 
 def test_a_file_that_comes_too_late_is_deleted_by_the_same_run(server, spool):
     server.behave, server.held_s = lambda number, ids: "held" if number == 0 else None, 0.5
-    made = extractor(server, spool=spool, extract_timeout_s=0.2, extract_concurrency=1)
+    made = extractor(server, spool=spool, SAMPLE_TIMEOUT_S=0.2, extract_concurrency=1)
     server.delay_s = 0.1
     found = fetch(made, [stream(n) for n in range(8)])
     assert all(isinstance(result, States) for result in found.values())
@@ -146,7 +146,7 @@ def test_a_file_that_comes_too_late_is_deleted_by_the_same_run(server, spool):
 
 def test_a_lock_that_never_appears(server, spool):
     server.behave = lambda number, ids: "no lock"
-    made = extractor(server, spool=spool, extract_timeout_s=0.2, extract_retries=0)
+    made = extractor(server, spool=spool, SAMPLE_TIMEOUT_S=0.2, RETRIES=0)
     [(_, problem)] = results(made, [stream(0)])
     assert "never appeared at the deadline" in str(problem)
 
@@ -176,7 +176,7 @@ def test_a_server_that_names_its_files_itself_is_served_too(server, spool):
 
 
 def test_a_dead_server_stops_the_run(server, spool):
-    made = extractor(server, spool=spool, extract_retries=1, extract_breaker=5)
+    made = extractor(server, spool=spool, RETRIES=1, MAX_CONSECUTIVE_FAILURES=5)
     seen = []
     with pytest.raises(SafetyStop, match=r"5 samples failed in a row.*APIConnectionError.*rerun to go on"):
         for s, result in results(made, [stream(n) for n in range(40)]):
@@ -187,7 +187,7 @@ def test_a_dead_server_stops_the_run(server, spool):
 
 
 def test_a_server_that_comes_back_loses_nothing(server, spool):
-    made = extractor(server, spool=spool, extract_retries=60)
+    made = extractor(server, spool=spool, RETRIES=60)
     found = {}
     for s, result in results(made, [stream(n) for n in range(20)]):
         found[s.id] = result

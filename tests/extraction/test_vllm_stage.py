@@ -13,6 +13,8 @@ from common.pipeline.manifest import Manifest
 from tests.support.extraction_server import ExtractionServer
 from tests.support.stages import DEMO, ROOT, command, only_error, run_here
 
+RETRIES = "common.extraction.vllm_extractor.RETRIES"
+
 
 @pytest.fixture(autouse=True)
 def quick(monkeypatch):
@@ -77,7 +79,7 @@ def assert_stored(folder: Path, wanted: dict[str, tuple]) -> None:
 def test_02_stores_nothing_wrong_and_a_rerun_completes_it(smollm2_server, run_copy, wanted):
     folder, sick = run_copy("01_synthetic"), {2: "nan", 5: "nan", 7: "half file", 9: "other ids"}
     smollm2_server.behave = lambda number, ids: sick.get(number)
-    code, _, stderr = run_here("02", *flags(folder, smollm2_server, "--extract-retries", 1))
+    code, _, stderr = run_here("02", *flags(folder, smollm2_server), constants={RETRIES: 1})
     assert code == 1 and "2 of 10 sequences failed" in only_error(stderr)
     bad = {id for id, (ids, *_) in wanted.items() if ids in (smollm2_server.asked[2], smollm2_server.asked[5])}
     assert_stored(folder, {id: value for id, value in wanted.items() if id not in bad})

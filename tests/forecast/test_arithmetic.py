@@ -52,10 +52,6 @@ def test_ranks_share_what_fsdp_shares():
     assert ddp["master"] == one["master"] == 8 * fsdp["master"] and "buckets" not in one | fsdp
     assert ddp["activations"] == fsdp["activations"] and "gathered" in fsdp
     assert sum(fsdp.values()) < sum(ddp.values())
-    trained = plan.training_memory(KIMI, 8192, 7800, 7, 1, train_embedding=True)
-    assert trained["master"] - one["master"] == 4 * KIMI.vocab_size * KIMI.hidden_size
-    frozen = plan.training_memory(KIMI, 8192, 7800, 7, 1, train_head=False)
-    assert one["optimizer"] - frozen["optimizer"] == 2 * frozen["frozen head"] > 0
 
 
 def test_the_published_figures_for_kimi():

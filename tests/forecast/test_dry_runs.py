@@ -153,7 +153,7 @@ def test_02_and_03_as_processes_say_what_they_made(tiny_run):
 
 
 def build(folder, *flags) -> tuple[int, str, str]:
-    return run_here("03", "--config", DEMO, "--run-dir", folder, "--pack-tokens", 256, *flags)
+    return run_here("03", "--config", DEMO, "--run-dir", folder, "--sample-tokens", 256, *flags)
 
 
 def test_03_refuses_damaged_shards(run_copy):
@@ -171,11 +171,9 @@ def test_03_refuses_damaged_shards(run_copy):
         (("--draft-vocab-size", 2), "must lie between 3 and 49152"),
         (("--draft-vocab-size", 50_000), "must lie between 238 and 49152"),
         (("--holdout-share", 1), "no sample of"),
-        (("--source-pattern", "nothing like it"), "source does not match': 10"),
-        (("--source-pattern", "(unclosed"), "dataset.source_pattern '(unclosed' is no regex"),
         (("--model", "HuggingFaceTB/other"), "target.model: 'runs/smollm2-thinking' there, 'HuggingFaceTB/other' now"),
-        (("--pack-tokens", 0), "dataset.pack_tokens must be at least 1, not 0"),
-        (("--pack-tokens", 4), "'fewer than 2 tokens written by the target': 10"),
+        (("--sample-tokens", 0), "dataset.sample_tokens must be at least 1, not 0"),
+        (("--sample-tokens", 4), "'fewer than 2 tokens written by the target': 10"),
     ],
 )
 def test_03_settings_that_leave_nothing(run_copy, flags, said):

@@ -59,7 +59,7 @@ def test_one_in_ten_never_works(place, tiny, fault, said):
     place.server.behave = lambda number, body: fault if asked(body).endswith("0") else None
     deadline_s = 1 if fault.silent else 60
     started = time.monotonic()
-    code, _, err = place.run("--retries=2", f"--request-timeout-s={deadline_s}", "--concurrency=8")
+    code, _, err = place.run(f"--request-timeout-s={deadline_s}", "--concurrency=8", RETRIES=2)
     assert code == 1 and "3 of 30 samples failed" in only_error(err)
     assert time.monotonic() - started < 20
     asked_for = [asked(body) for body in place.server.bodies]
@@ -80,14 +80,14 @@ def test_bad_request_is_not_retried(place):
     """Case 14."""
     message = "This model's maximum context length is 2048 tokens"
     place.server.behave = lambda number, body: Reply(400, {"error": {"message": message}})
-    assert place.ask(3).run("--retries=4")[0] == 1
+    assert place.ask(3).run(RETRIES=4)[0] == 1
     assert len(place.server.bodies) == 3 and message in place.failures[0]["reason"]
 
 
 def test_all_requests_fail(place, tiny):
     """Case 13: the breaker stops the run, with a bounded number of requests."""
     place.server.behave = lambda number, body: Reply(503)
-    code, _, err = place.ask(100).run("--retries=2", "--breaker=10", "--concurrency=4")
+    code, _, err = place.ask(100).run("--concurrency=4", RETRIES=2, MAX_CONSECUTIVE_FAILURES=10)
     assert code == 3 and "10 requests failed in a row" in only_error(err) and "HTTP 503" in err
     assert len(place.server.bodies) <= 14 * 3 and place.records == []
     rerun_does_only_the_rest(place, tiny, 100)
@@ -101,7 +101,7 @@ def test_retry_after_is_honoured(place):
         return {0: Reply(429, headers={"retry-after": "0.8"}), 1: Reply(503, headers={"retry-after": date})}.get(number)
 
     place.server.behave = behave
-    assert place.ask(1).run("--retries=2")[0] == 0
+    assert place.ask(1).run(RETRIES=2)[0] == 0
     first, second, third = place.server.at
     assert second - first >= 0.8 and third - second >= 0.9
 
@@ -115,7 +115,7 @@ def test_server_that_dies_for_good(place, tiny):
         return None
 
     place.server.behave = behave
-    code, _, err = place.ask(100).run("--concurrency=4", "--outage-s=0.5", "--retries=3")
+    code, _, err = place.ask(100).run("--concurrency=4", "--outage-s=0.5", RETRIES=3)
     assert code == 3 and "no server for 0.5 s" in only_error(err)
     assert 15 <= len(place.records) <= 24 and len(place.server.bodies) <= 25
     check_sound(place.records, tiny)
@@ -131,7 +131,7 @@ def test_server_that_dies_and_comes_back(place, tiny):
         return None
 
     place.server.behave = behave
-    code, _, err = place.ask(60).run("--concurrency=4", "--retries=2")
+    code, _, err = place.ask(60).run("--concurrency=4", RETRIES=2)
     assert code == 0, err
     assert len(place.records) == 60 and len(place.server.bodies) <= 64 and place.counts["failed"] == 0
     check_sound(place.records, tiny)
@@ -149,7 +149,7 @@ def test_a_proxy_may_show_its_own_page_until_the_server_is_back(place, tiny):
         return None
 
     place.server.behave = behave
-    code, _, err = place.ask(60).run("--concurrency=4", "--retries=2", "--outage-s=10")
+    code, _, err = place.ask(60).run("--concurrency=4", "--outage-s=10", RETRIES=2)
     assert code == 0, err
     assert len(place.records) == 60 and place.counts["failed"] == 0
     check_sound(place.records, tiny)
@@ -163,7 +163,7 @@ def test_two_servers_share_the_load_and_one_may_die(place, tiny):
         slow, fast = len(place.server.bodies), len(other.bodies)
         assert slow + fast == 80 and fast > slow > 10  # by load: the faster one takes more
         other.behave = lambda number, body: other.loop.create_task(other._stop()) and None
-        assert place.ask(160).run(*urls, "--fresh", "--concurrency=8", "--retries=1")[0] == 0
+        assert place.ask(160).run(*urls, "--fresh", "--concurrency=8", RETRIES=1)[0] == 0
         check_sound(place.records, tiny)
         assert len(place.records) == 160 and len(place.server.bodies) - slow > 150
 

@@ -19,7 +19,7 @@ def test_reasoning_that_only_the_ids_carry(place, tiny):
 def test_silence_stops_early_and_stores_nothing(place):
     """Case 11: thinking is on and no field carries reasoning; the mended server gets all questions again."""
     place.server.form, place.server.ids = "neither", False
-    code, out, err = place.ask(60).run("--concurrency=4", "--silence-after=8")
+    code, out, err = place.ask(60).run("--concurrency=4", SILENCE_AFTER=8)
     assert code == 3 and len(place.server.bodies) < 20
     assert "message.content (text) in 8 of 8 replies" in out
     assert "none of the first 8 replies" in only_error(err) and "--no-thinking" in err

@@ -90,8 +90,9 @@ def test_as_a_process(place, tiny):
     check_sound(place.records, tiny)
 
 
-def test_the_key_is_sent_and_not_stored(place):
-    place.ask(1).run("--api-key=secret-1234")
+def test_the_key_is_sent_and_not_stored(place, monkeypatch):
+    monkeypatch.setenv("OPENAI_API_KEY", "secret-1234")
+    place.ask(1).run()
     assert "secret-1234" not in (place.stage / "manifest.json").read_text()
     assert place.server.keys == {"Bearer secret-1234"}
 

@@ -98,7 +98,7 @@ def test_02_and_03_read_parts_as_one(run_copy, tiny_run):
         assert process.returncode == 0, err.decode()
     assert sequences(folder / "02_hidden") == sequences(tiny_run / "02_hidden")
 
-    flags = ("--draft-vocab-size", 2048, "--holdout-share", 0.3, "--pack-tokens", 256)
+    flags = ("--draft-vocab-size", 2048, "--holdout-share", 0.3, "--sample-tokens", 256)
     code, _, err = run_here("03", *common, *flags)
     assert code == 0, err
     merged, single = (Manifest.load(run / "03_dataset", "03_dataset") for run in (folder, tiny_run))

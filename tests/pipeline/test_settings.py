@@ -8,10 +8,9 @@ import pytest
 from common.pipeline.command_line import load_settings
 from common.pipeline.errors import UserError
 from common.pipeline.settings import SECTIONS, Train
-from tests.support.stages import ROOT
+from tests.support.stages import ROOT, STAGE_SECTIONS
 
-GENERATE, EXTRACT = ("target", "questions", "generate"), ("target", "extract")
-STAGES = (GENERATE, EXTRACT, ("target", "dataset"), ("target", "draft", "train"))
+EXTRACT = ("target", "extract", "forecast")
 
 
 @pytest.fixture
@@ -51,8 +50,8 @@ def test_run_dir_is_named_after_the_config(config):
     assert load([*config(""), "--run-dir", "x/y"]).run_dir.as_posix() == "x/y"
 
 
-def test_switches_land_in_flags(config):
-    assert load([*config(""), "--verify"], *EXTRACT, switches={"verify": "check"}).flags.verify is True
+def test_switches_are_no_settings(config):
+    assert load([*config(""), "--verify"], *EXTRACT, switches={"verify": "check"}).switches.verify is True
 
 
 @pytest.mark.parametrize(
@@ -68,17 +67,17 @@ def test_switches_land_in_flags(config):
         ("", ["stray"], "unknown flag stray"),
         ("", ["--device"], "expected one argument"),
         ("", ["--shard-gib", "big"], "invalid float value: 'big'"),
-        ("", ["--extractor", "sglang"], "invalid choice: 'sglang'"),
+        ("", ["--extractor", "sglang"], "extract.extractor must be one of vllm, local, not 'sglang'"),
         ("", ["--n", "0"], "must be at least 1"),
         ("[extract]\nshard_gib = '1'", [], "extract.shard_gib must be float, not '1'"),
         ("[extract]\nshard_gib = true", [], "extract.shard_gib must be float, not True"),
-        ("[extract]\ncheck_first = 1.5", [], "extract.check_first must be int, not 1.5"),
+        ("[extract]\nbatch_tokens = 1.5", [], "extract.batch_tokens must be int, not 1.5"),
         ("[extract]\naux_layers = 2", [], "extract.aux_layers must be a list of int, not 2"),
         ("[extract]\naux_layers = [2, 'x']", [], "must be a list of int"),
         ("[target]\ntrust_remote_code = 1", [], "target.trust_remote_code must be bool, not 1"),
         ("[extract]\nextractor = 'sglang'", [], "must be one of vllm, local, not 'sglang'"),
         ("[extract]\nbatch_tokens = 0", [], "extract.batch_tokens must be at least 1, not 0"),
-        ("[extract]\nmax_nll = nan", [], "extract.max_nll must be at least 0, not nan"),
+        ("[extract]\nshard_gib = nan", [], "extract.shard_gib must be at least 0, not nan"),
         ("", ["--aux-layers", "-1", "3"], "extract.aux_layers must be at least 0, not -1 3"),
         ("", ["--think-open-id", "-2"], "target.think_open_id must be at least -1, not -2"),
         ("extract = 3", [], "[extract] must be a table"),
@@ -100,9 +99,9 @@ def test_fingerprint_is_the_content_and_json(config):
     plain = load(config("")).fingerprint()
     assert json.loads(json.dumps(plain)) == plain  # compares equal to what a manifest gives back
     assert load([*config(""), "--n", "7", "--run-dir", "elsewhere", "--dry-run", "--fresh"]).fingerprint() == plain
-    for sections in STAGES:
+    for sections in STAGE_SECTIONS.values():
         keys = load(config(""), *sections).fingerprint().keys()
-        want = [f"{name}.{f.name}" for name in sections for f in fields(SECTIONS[name]) if f.metadata["content"]]
+        want = [f"{name}.{f.name}" for name in sections for f in fields(SECTIONS[name]) if f.metadata["in_fingerprint"]]
         assert list(keys) == want
 
 
@@ -118,22 +117,29 @@ def test_fingerprint_tells_content_from_speed(config):
     assert fingerprint("--model", "x") != fingerprint()
 
 
-def test_a_stage_does_not_see_other_sections(config):
-    settings = load(config(""), *EXTRACT)
+def test_a_stage_stores_its_own_sections_and_reads_all(config):
+    argv = [*config("[train]\nepochs = 7\n"), "--spool", "/x"]
+    settings = load(argv, *EXTRACT)
     assert set(settings.as_dict()) == set(EXTRACT)
-    with pytest.raises(AttributeError, match="train"):
-        _ = settings.train
+    assert settings.train.epochs == 7  # as the TOML says: what a dry run of 02 tells of 04
+    assert settings.extract.spool == "/x"
+    with pytest.raises(AttributeError, match="trian"):
+        _ = settings.trian
+
+
+def test_what_is_shipped_of_a_target_is_of_the_tomls_own_model(config, tmp_path):
+    argv = config("[target]\nmodel = 'a'\n[forecast]\nweights_gb = 5\n")
+    (tmp_path / "some.config.json").write_text("{}")
+    settings = load(argv)
+    assert settings.shipped_config == tmp_path / "some.config.json"
+    assert settings.forecast.weights_gb == 5
+    other = load([*argv, "--model", "b"])
+    assert other.shipped_config is None
+    assert other.forecast.weights_gb == 0
+    assert load([*argv, "--model", "b", "--weights-gb", 3]).forecast.weights_gb == 3
 
 
 @pytest.mark.parametrize("path", sorted((ROOT / "configs").glob("*.toml")), ids=lambda path: path.stem)
 def test_every_ready_config_loads(path):
-    for sections in STAGES:
+    for sections in STAGE_SECTIONS.values():
         assert load(["--config", path], *sections).target.model
-
-
-def test_every_setting_has_help_and_one_flag_a_stage():
-    """Two sections that one stage reads must not share a flag: it would set both."""
-    for sections in STAGES:
-        names = [f.name for section in sections for f in fields(SECTIONS[section])]
-        assert len(names) == len(set(names))
-        assert all(f.metadata["help"] for section in sections for f in fields(SECTIONS[section]))

@@ -30,14 +30,14 @@ class GenerationRun:
         fixed = {"config": "empty.toml", "dataset": "q.jsonl", "run-dir": "run"}
         flags = [f"--{name}={self.folder / value}" for name, value in fixed.items()]
         flags += [f"--model={self.target}", "--end-token=<|im_end|>", f"--base-urls={self.server.url}"]
-        return [*flags, "--shuffle-seed=-1", "--retries=0", *map(str, more)]
+        return [*flags, "--shuffle-seed=-1", *map(str, more)]
 
-    def run(self, *more: object) -> tuple[int, str, str]:
-        """(exit code, stdout, stderr) of 01b in this process."""
-        return run_here("01", *self.flags(*more))
+    def run(self, *more: object, **constants: object) -> tuple[int, str, str]:
+        """(exit code, stdout, stderr) of 01b in this process; `constants` of its loop."""
+        return run_here("01", *self.flags(*more), constants=of_the_loop(constants))
 
     def command(self, *more: object) -> list[str]:
-        return command("01", *self.flags(*more))
+        return command("01", *self.flags(*more), constants=of_the_loop({}))
 
     @property
     def stage(self) -> Path:
@@ -61,6 +61,11 @@ class GenerationRun:
     @property
     def counts(self) -> dict:
         return self.manifest["counts"]
+
+
+def of_the_loop(constants: dict[str, object]) -> dict[str, object]:
+    """Full names; a request that fails is not tried again unless a test says so."""
+    return {f"common.generation.loop.{name}": value for name, value in ({"RETRIES": 0} | constants).items()}
 
 
 def asked(body: dict) -> str:

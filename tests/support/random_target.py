@@ -30,12 +30,12 @@ extractor = "local"
 aux_layers = [1, 2, 4]
 shard_gib = {shard_gib}
 batch_tokens = 1  # each sample by itself: the other samples of a batch change the last bit of bf16
-check_first = 0   # the records are made up, so the target would find none of their tokens likely
 [dataset]
 draft_vocab_size = 0
 holdout_share = 0.2
-pack_tokens = 64
+sample_tokens = 64
 [train]
+pack_tokens = 64
 epochs = 2.0
 unrolled_steps = 2
 eval_steps = 3
@@ -43,8 +43,13 @@ learning_rate = 0.01
 precision = "fp32"
 compile = false
 eval_every = 12
-keep_checkpoints = 1
 """
+
+
+CONSTANTS = {
+    "common.extraction.on_policy.CHECK_FIRST": 0,  # random weights wrote none of this
+    "common.training.checkpoint.KEEP_CHECKPOINTS": 1,
+}
 
 
 def build(folder: Path) -> Path:
@@ -88,13 +93,13 @@ class RandomTargetRun:
     def flags(self, *more: object) -> list[object]:
         return ["--config", self.config, "--run-dir", self.run, *more]
 
-    def here(self, stage: str, *more: object) -> tuple[int, str, str]:
+    def here(self, stage: str, *more: object, **replaced) -> tuple[int, str, str]:
         """(exit code, stdout, stderr) of a stage in this process."""
-        return run_here(stage, *self.flags(*more))
+        return run_here(stage, *self.flags(*more), constants=CONSTANTS, **replaced)
 
-    def done(self, stage: str, *more: object) -> str:
+    def done(self, stage: str, *more: object, **replaced) -> str:
         """What a stage prints that must end with exit code 0."""
-        code, out, stderr = self.here(stage, *more)
+        code, out, stderr = self.here(stage, *more, **replaced)
         assert code == 0, stderr
         return out
 
@@ -106,7 +111,7 @@ class RandomTargetRun:
 
     def beside(self, stage: str, *more: object, ranks: int = 1) -> subprocess.Popen:
         """Start a stage as a process, under torchrun for several ranks; its output goes to log-STAGE."""
-        argv = command(stage, *self.flags(*more))
+        argv = command(stage, *self.flags(*more), constants=CONSTANTS)
         if ranks > 1:
             argv[1:1] = ["-m", "torch.distributed.run", "--standalone", "--nproc-per-node", str(ranks)]
         with open(self.run / f"log-{stage}", "a") as log:

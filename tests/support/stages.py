@@ -10,13 +10,22 @@ import sys
 import threading
 from pathlib import Path
 
+from tests.support.patched import patched, words
+
 ROOT = Path(__file__).resolve().parents[2]
 DEMO = "configs/demo.toml"
 SCRIPTS = {path.name[:2]: path for path in sorted(ROOT.glob("0*.py"))}  # "01", "02", "03", "04"
 
+STAGE_SECTIONS = {
+    "01": ("target", "questions", "generate", "forecast"),
+    "02": ("target", "extract", "forecast"),
+    "03": ("target", "dataset", "forecast"),
+    "04": ("target", "draft", "train", "serving", "forecast"),
+}
 
-def command(stage: str, *flags: object) -> list[str]:
-    return [sys.executable, str(SCRIPTS[stage]), *map(str, flags)]
+
+def command(stage: str, *flags: object, constants: dict[str, object] | None = None) -> list[str]:
+    return [sys.executable, *words(constants or {}), str(SCRIPTS[stage]), *map(str, flags)]
 
 
 def run_process(stage: str, *flags: object, timeout: float = 120) -> subprocess.CompletedProcess:
@@ -32,8 +41,11 @@ def script_module(stage: str):
     return module
 
 
-def run_here(stage: str, *flags: object, **replaced) -> tuple[int, str, str]:
-    """(exit code, stdout, stderr) of a script's guarded main in this process; `replaced`: the script's names to set.
+def run_here(
+    stage: str, *flags: object, constants: dict[str, object] | None = None, **replaced
+) -> tuple[int, str, str]:
+    """(exit code, stdout, stderr) of a script's guarded main in this process; `replaced`: the script's names to set;
+    `constants`: names of modules to set.
 
     Working directory, sys.argv and the handlers of SIGTERM and SIGINT are as before afterwards.
     """
@@ -48,7 +60,7 @@ def run_here(stage: str, *flags: object, **replaced) -> tuple[int, str, str]:
     folder, handlers = os.getcwd(), [(number, signal.getsignal(number)) for number in (signal.SIGTERM, signal.SIGINT)]
     os.chdir(ROOT)
     try:
-        with contextlib.redirect_stdout(out), contextlib.redirect_stderr(err):
+        with contextlib.redirect_stdout(out), contextlib.redirect_stderr(err), patched(constants or {}):
             guarded(module.main)
     except SystemExit as exit:
         code = exit.code

@@ -6,7 +6,7 @@ from pathlib import Path
 import torch
 
 from common.dataset.stream import Stream
-from common.extraction.vllm_extractor import VllmExtractor
+from common.extraction import vllm_extractor
 from common.pipeline.settings import Extract, Target
 from common.target.sizes import TargetSizes
 from tests.support.extraction_server import MODEL, ExtractionServer
@@ -26,7 +26,11 @@ def stream(number: int, tokens: int = 20) -> Stream:
     return Stream(f"s{number}", array("i", range(number, number + tokens)), array("B", [1] * tokens))
 
 
-def extractor(*servers: ExtractionServer, spool: Path, model: str = MODEL, **settings) -> VllmExtractor:
-    known = {"extract_urls": tuple(server.url for server in servers), "spool": str(spool), "extract_timeout_s": 10.0}
+def extractor(*servers: ExtractionServer, spool: Path, model: str = MODEL, **settings) -> vllm_extractor.VllmExtractor:
+    """`settings` in capitals are constants of the extractor's module, for the rest of the test."""
+    known = {"extract_urls": tuple(server.url for server in servers), "spool": str(spool)}
     known |= {"max_tokens_per_sample": 1024, "extract_concurrency": 4}
-    return VllmExtractor(Target(model=model), Extract(**{**known, **settings}), AUX, SIZES)
+    for name in [name for name in settings if name.isupper()]:
+        assert hasattr(vllm_extractor, name), name
+        setattr(vllm_extractor, name, settings.pop(name))
+    return vllm_extractor.VllmExtractor(Target(model=model), Extract(**{**known, **settings}), AUX, SIZES)

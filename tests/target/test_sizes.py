@@ -1,15 +1,14 @@
 """The target's sizes and its three tensors out of checkpoints in the forms that exist, and refusals of the others."""
 
 import json
-from dataclasses import replace
 
 import pytest
 import torch
 from safetensors.torch import save_file
 
 from common.pipeline.errors import UserError
-from common.pipeline.settings import Sizes, Target
-from common.target.sizes import planned_sizes, read_sizes, target_digest
+from common.pipeline.settings import Target
+from common.target.sizes import read_sizes, target_digest
 from common.target.tensors import read_tensors
 
 V, H, N = 20, 8, 12
@@ -115,18 +114,22 @@ def test_what_was_tried_is_said(tmp_path):
         read_tensors(target, "lm_head")
 
 
-def test_sizes_of_a_config_are_asserted_or_used(tmp_path):
-    known = Sizes(hidden_size=H, num_hidden_layers=N, vocab_size=V, rms_norm_eps=1e-6, head_dim=4, active_b=1.0)
+def test_a_shipped_config_is_asserted_or_used(tmp_path):
+    shipped = tmp_path / "some.config.json"
+    text = {"hidden_size": H, "num_hidden_layers": N, "vocab_size": V, "rms_norm_eps": 1e-6, "head_dim": 4}
+    shipped.write_text(json.dumps({"model_type": "x", "text_config": text}))
     target = checkpoint(tmp_path, tensors())
-    assert read_sizes(target, known) == planned_sizes(target, known) == read_sizes(target)
-    with pytest.raises(UserError, match=r"sizes\.vocab_size is 7 in the config, 20 in config\.json"):
-        planned_sizes(target, replace(known, vocab_size=7))
-    absent = planned_sizes(Target(str(tmp_path / "none")), known)
+    assert read_sizes(target, shipped) == read_sizes(target)
+    absent = read_sizes(Target(str(tmp_path / "none")), shipped)
     assert (absent.hidden_size, absent.layers, absent.vocab_size, absent.eps) == (H, N, V, 1e-6)
-    with pytest.raises(UserError, match=r"no such folder.*\[sizes\] of the config lacks vocab_size"):
-        planned_sizes(Target(str(tmp_path / "none")), replace(known, vocab_size=0))
+    shipped.write_text(json.dumps(text | {"vocab_size": 7}))
+    with pytest.raises(UserError, match=r"vocab_size is 7 in .*some\.config\.json, 20 in config\.json"):
+        read_sizes(target, shipped)
+    shipped.write_text(json.dumps({"hidden_size": H}))
+    with pytest.raises(UserError, match="has no 'num_hidden_layers'"):
+        read_sizes(Target(str(tmp_path / "none")), shipped)
     with pytest.raises(UserError, match="no such folder"):
-        planned_sizes(Target(str(tmp_path / "none")), Sizes())
+        read_sizes(Target(str(tmp_path / "none")))
 
 
 def test_transformers_own_nesting(tmp_path):

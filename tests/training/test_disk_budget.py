@@ -189,7 +189,7 @@ def test_lost_sequences_are_left_out_and_the_steps_stay(place, monkeypatch):
 
     monkeypatch.setattr(local.LocalExtractor, "states", states)
     everything = f"{WINDOW * 3}kB"
-    place.done("02", "--window", everything, "--max-failed-share", 1)
+    place.done("02", "--window", everything, MAX_FAILED_SHARE=1.0)
     failures = [json.loads(line)["id"] for line in (place.hidden / "failures-00000.jsonl").read_text().splitlines()]
     assert sorted(failures) == sorted(lost)
     sizes = [facts["sequences"] for facts in Manifest.load(place.hidden, "02_hidden").files.values()]

@@ -22,7 +22,7 @@ def test_agreement_with_the_target_is_joint_and_over_every_position():
     pack = make_pack([14, 9, 12], 24, 4)
     case = Case(config(draft_vocab=15), pack, steps=3)
     packs = types.SimpleNamespace(ahead=lambda plan: (pack for _ in plan))
-    figures, _ = evaluate(case.module(), HeldOut(packs, [[0]], None, None), Ranks(0, 1, "cpu"), 4, 0.1)
+    figures, _ = evaluate(case.module(), HeldOut(packs, [[0]], None, None), Ranks(0, 1, "cpu"), 4)
     case.steps = 4
     right = case.module()(pack).right_argmax
     for k in range(1, 5):
@@ -97,7 +97,7 @@ def test_metrics_go_to_both_services(tmp_path, monkeypatch):
     )
     monkeypatch.setitem(sys.modules, "torch.utils.tensorboard", types.SimpleNamespace(SummaryWriter=Writer))
     monkeypatch.setitem(sys.modules, "wandb", service)
-    loggers = Loggers(tmp_path / "run/04_draft", True, True, 6, {"train": {"seed": 0}})
+    loggers = Loggers(tmp_path / "run/04_draft", ("tensorboard", "wandb"), 6, {"train": {"seed": 0}})
     line = {"kind": "eval", "step": 7, "loss": 1.5, "walk": {"1": {"length": None, "accepted": [3, 1]}}, "note": "x"}
     loggers.log(line)
     loggers.close()
@@ -110,7 +110,7 @@ def test_metrics_go_to_both_services(tmp_path, monkeypatch):
 @pytest.mark.parametrize(("flag", "module"), [("tensorboard", "torch.utils.tensorboard"), ("wandb", "wandb")])
 def test_a_service_that_is_not_installed_is_one_line_before_the_first_step(run, monkeypatch, flag, module):
     monkeypatch.setitem(sys.modules, module, None)
-    code, _, stderr = train(run, f"--{flag}")
+    code, _, stderr = train(run, "--track", flag)
     assert code == 2 and f"{flag} is not installed" in only_error(stderr) and f"pip install {flag}" in stderr
     assert metrics(run, "train") == []
 

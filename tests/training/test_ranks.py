@@ -11,10 +11,12 @@ from common.export.served_folder import check_export
 from common.pipeline.manifest import Manifest
 from common.training.checkpoint import checkpoints
 from tests.support import tiny_training
+from tests.support.patched import words
 from tests.support.stages import DEMO, ROOT, SCRIPTS, run_here
 from tests.support.tiny_training import metrics
 
-FLAGS = (*tiny_training.FLAGS, "--epochs", 4, "--packs-per-step", 4, "--checkpoint-every", 1, "--keep-checkpoints", 99)
+FLAGS = (*tiny_training.FLAGS, "--epochs", 4, "--packs-per-step", 4, "--eval-every", 1)
+KEEP = {"common.training.checkpoint.KEEP_CHECKPOINTS": 99}
 
 
 @pytest.fixture
@@ -24,7 +26,9 @@ def flags(run) -> list[str]:
 
 def two_ranks(*flags: str) -> subprocess.CompletedProcess:
     torchrun = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2"]
-    done = subprocess.run([*torchrun, SCRIPTS["04"], *flags], cwd=ROOT, capture_output=True, text=True, timeout=200)
+    done = subprocess.run(
+        [*torchrun, *words(KEEP), SCRIPTS["04"], *flags], cwd=ROOT, capture_output=True, text=True, timeout=200
+    )
     assert done.returncode == 0, done.stderr
     return done
 
@@ -46,7 +50,7 @@ def test_two_ranks_take_the_steps_of_one_and_go_on_from_each_others_checkpoints(
     """
     run, folder = tmp_path / "run", tmp_path / "run/04_draft"
     flags += ["--optimizer", "muon"]
-    assert run_here("04", *flags)[0] == 0
+    assert run_here("04", *flags, constants=KEEP)[0] == 0
     alone, held_out = metrics(run, "train"), metrics(run, "eval")
     weights = load_file(folder / "export/model.safetensors")
     assert len(alone) == 5
@@ -72,6 +76,6 @@ def test_two_ranks_take_the_steps_of_one_and_go_on_from_each_others_checkpoints(
     assert done.stdout.count("resumed from step-00000002") == 1
     same()
     cut(folder, 3)
-    code, out, stderr = run_here("04", *flags)
+    code, out, stderr = run_here("04", *flags, constants=KEEP)
     assert code == 0 and "resumed from step-00000003" in out, stderr
     same()

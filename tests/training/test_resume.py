@@ -22,11 +22,12 @@ from tests.support import tiny_training
 from tests.support.stages import DEMO, ROOT, command, only_error
 from tests.support.tiny_training import losses
 
-FLAGS = ("--unrolled-steps", 3, "--epochs", 5, "--checkpoint-every", 1, "--keep-checkpoints", 999, "--eval-every", 4)
+FLAGS = ("--unrolled-steps", 3, "--epochs", 5, "--eval-every", 1)
+KEEP = {"common.training.checkpoint.KEEP_CHECKPOINTS": 99}
 
 
 def train(folder, *flags) -> tuple[int, str, str]:
-    return tiny_training.train(folder, *FLAGS, *flags)
+    return tiny_training.train(folder, *FLAGS, *flags, constants=KEEP)
 
 
 @pytest.fixture(scope="module")
@@ -131,7 +132,9 @@ def test_sigkill_then_sigterm_then_the_end(tmp_path, unbroken):
     folder = tiny_training.build(tmp_path / "run")
     flags = ("--config", DEMO, "--run-dir", folder, *tiny_training.FLAGS, *FLAGS, "--checkpoint-every", 2)
     for stop, lines in ((signal.SIGKILL, 3), (signal.SIGTERM, 6)):
-        with subprocess.Popen(command("04", *flags), cwd=ROOT, stderr=subprocess.PIPE, text=True) as process:
+        with subprocess.Popen(
+            command("04", *flags, constants=KEEP), cwd=ROOT, stderr=subprocess.PIPE, text=True
+        ) as process:
             wait_for_lines(folder, lines, process)
             process.send_signal(stop)
             stderr = process.communicate()[1]
@@ -139,7 +142,7 @@ def test_sigkill_then_sigterm_then_the_end(tmp_path, unbroken):
     assert "interrupted" in stderr and "Traceback" not in stderr
     steps = [json.loads(step) for kind, step, *_ in losses(folder) if kind == '"train"']
     assert checkpoints(folder / "04_draft/checkpoints")[-1].name == f"step-{steps[-1]:08d}" != "step-00000025"
-    code, out, stderr = train(folder, "--checkpoint-every", 2)
+    code, out, stderr = train(folder)
     assert code == 0, stderr
     assert "resumed from" in out
     same_run(folder, unbroken)
@@ -161,12 +164,12 @@ def step(model: nn.Module, optimizer) -> None:
 
 def test_a_checkpoint_gives_weights_and_moments_back(tmp_path):
     model = module()
-    optimizer = make_optimizer(model, Train(weight_decay=0.1))
+    optimizer = make_optimizer(model, Train())
     for _ in range(3):
         step(model, optimizer)
     path = save_checkpoint(tmp_path, model, optimizer, {"step": 3, "best": 1.5})
     again = module()
-    resumed = make_optimizer(again, Train(weight_decay=0.1))
+    resumed = make_optimizer(again, Train())
     assert load_checkpoint(path, again, resumed)["best"] == 1.5
     for _ in range(2):
         step(model, optimizer)
@@ -193,7 +196,7 @@ def test_another_draft_is_refused(tmp_path):
         load_checkpoint(path, module((3, 5)), None)
 
 
-def test_only_complete_checkpoints_count_and_the_best_is_kept(tmp_path):
+def test_only_complete_checkpoints_count_and_the_best_is_kept(tmp_path, monkeypatch):
     model = module()
     optimizer = make_optimizer(model, Train())
     for number in (1, 2, 10, 3):
@@ -202,5 +205,6 @@ def test_only_complete_checkpoints_count_and_the_best_is_kept(tmp_path):
     (tmp_path / "step-00000012").mkdir()  # copied without its state
     names = [path.name for path in checkpoints(tmp_path)]
     assert names == [f"step-{number:08d}" for number in (1, 2, 3, 10)]
-    prune(tmp_path, 0, tmp_path / "step-00000001")
-    assert [path.name for path in checkpoints(tmp_path)] == ["step-00000001", "step-00000010"]  # one is always kept
+    monkeypatch.setattr("common.training.checkpoint.KEEP_CHECKPOINTS", 1)
+    prune(tmp_path, tmp_path / "step-00000001")
+    assert [path.name for path in checkpoints(tmp_path)] == ["step-00000001", "step-00000010"]

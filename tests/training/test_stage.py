@@ -58,7 +58,8 @@ def test_case_27_the_checkpoint_with_the_best_acceptance_is_served(run, monkeypa
         return figures | {"walk": {"3": {"length": length, "drafts": 1, "accepted": [1, 0, 0]}}}, replies
 
     monkeypatch.setattr(module, "evaluate", peaked)
-    code, out, stderr = train(run, "--eval-every", 1, "--checkpoint-every", 1, "--keep-checkpoints", 1)
+    monkeypatch.setattr("common.training.checkpoint.KEEP_CHECKPOINTS", 1)
+    code, out, stderr = train(run, "--eval-every", 1)
     assert code == 0, stderr
     assert "at step 2, on held-out replies" in out
     kept = sorted(path.name for path in (run / "04_draft/checkpoints").iterdir())
