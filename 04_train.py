@@ -199,7 +199,7 @@ def measure_serving(settings: Settings, folder: Path) -> None:
     s = settings.serving
     questions = read_questions(s, settings.questions, settings.n or QUESTIONS)
     say(f"04 serve-eval: {s.serve_eval}{f' and {s.without_draft}' * bool(s.without_draft)}")
-    source = s.questions or f"{settings.file['questions'].dataset}, in another order than 01's"
+    source = s.questions or f"{settings.questions.dataset}, in another order than 01's"
     asked = f"temperature {s.eval_temperature:g}, at most {s.eval_max_tokens:,} tokens, {s.eval_concurrency} at a time"
     table([("questions", f"{len(questions)} of {source}"), ("asked", asked)])
     if settings.dry_run:
