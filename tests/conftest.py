@@ -103,9 +103,11 @@ def spool(tmp_path) -> Path:
 def server(spool):
     """An extraction server with the states of a made-up target."""
     from tests.support.extraction_server import ExtractionServer
-    from tests.support.tiny_extractor import states_of
+    from tests.support.patched import patched
+    from tests.support.tiny_extractor import CONSTANTS, states_of
 
-    with ExtractionServer(spool, states_of) as server:
+    constants = {f"common.extraction.vllm_extractor.{name}": value for name, value in CONSTANTS.items()}
+    with patched(constants), ExtractionServer(spool, states_of) as server:
         yield server
 
 

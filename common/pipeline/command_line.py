@@ -89,7 +89,7 @@ def load_settings(
                 raise UserError(f"{args.config}: unknown key {key!r} in [{name}]{_nearest(key, known)}")
         values = {key: _checked(f"{args.config}: {name}.{key}", known[key], value) for key, value in table.items()}
         given = {key: getattr(args, key) for key in known if name in sections and getattr(args, key) is not None}
-        values |= {key: _checked(f"{name}.{key}", known[key], value) for key, value in given.items()}
+        values |= {key: _checked("--" + key.replace("_", "-"), known[key], value) for key, value in given.items()}
         chosen[name] = cls(**values)
     run_dir = args.run_dir or Path("runs") / args.config.stem
     shipped = args.config.with_suffix(".config.json")

@@ -120,7 +120,6 @@ def check_states(
         spool=str(spool),
         extract_concurrency=16,
         max_tokens_per_sample=1024,
-        extract_timeout_s=120,
     )
     asked = prompts(text)
     found = check_company(check, name, extract, target, asked, share)

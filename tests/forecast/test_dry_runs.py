@@ -172,7 +172,7 @@ def test_03_refuses_damaged_shards(run_copy):
         (("--draft-vocab-size", 50_000), "must lie between 238 and 49152"),
         (("--holdout-share", 1), "no sample of"),
         (("--model", "HuggingFaceTB/other"), "target.model: 'runs/smollm2-thinking' there, 'HuggingFaceTB/other' now"),
-        (("--sample-tokens", 0), "dataset.sample_tokens must be at least 1, not 0"),
+        (("--sample-tokens", 0), "--sample-tokens must be at least 1, not 0"),
         (("--sample-tokens", 4), "'fewer than 2 tokens written by the target': 10"),
     ],
 )

@@ -13,6 +13,7 @@ from tests.support.extraction_server import MODEL, ExtractionServer
 
 AUX, DEPTH, HIDDEN = (1, 2, 3), 6, 8
 LAYERS = [*AUX, DEPTH]
+CONSTANTS = {"RETRIES": 3, "MAX_CONSECUTIVE_FAILURES": 32, "SAMPLE_TIMEOUT_S": 10.0}
 SIZES = TargetSizes(HIDDEN, DEPTH, 1000, 1e-5, False, {})
 
 
@@ -27,10 +28,9 @@ def stream(number: int, tokens: int = 20) -> Stream:
 
 
 def extractor(*servers: ExtractionServer, spool: Path, model: str = MODEL, **settings) -> vllm_extractor.VllmExtractor:
-    """`settings` in capitals are constants of the extractor's module, for the rest of the test."""
+    """`settings` in capitals are constants of the extractor's module; the fixture `server` puts them back."""
     known = {"extract_urls": tuple(server.url for server in servers), "spool": str(spool)}
     known |= {"max_tokens_per_sample": 1024, "extract_concurrency": 4}
-    for name in [name for name in settings if name.isupper()]:
-        assert hasattr(vllm_extractor, name), name
-        setattr(vllm_extractor, name, settings.pop(name))
+    for name, usual in CONSTANTS.items():
+        setattr(vllm_extractor, name, settings.pop(name, usual))
     return vllm_extractor.VllmExtractor(Target(model=model), Extract(**{**known, **settings}), AUX, SIZES)
