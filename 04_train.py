@@ -140,7 +140,6 @@ def train(run) -> None:
 
 def finish(run, folder: Path, manifest: Manifest, settings: Settings, checkpoint: Path | None = None) -> None:
     """Export the best checkpoint, or the given one, write the report and the manifest, print the summary."""
-    from common.export.engine_check import inspect
     from common.export.model_card import model_card
     from common.export.served_folder import describe, export
     from common.export.speculators_layout import write_speculators
@@ -150,8 +149,8 @@ def finish(run, folder: Path, manifest: Manifest, settings: Settings, checkpoint
     chosen = load_checkpoint(checkpoint, run.draft, None)["step"] if checkpoint else run.load_best()
     figures, replies = run.measure()
     served, other, k = folder / "export", folder / "export-speculators", int(run.main_k)
-    export(served, run.draft, run.d2t, run.t2d, run.aux_layers, run.text)
-    card = model_card(settings.target, str(served), run.report_facts(chosen), figures, k, inspect(served))
+    findings = export(served, run.draft, run.d2t, run.t2d, run.aux_layers, run.text)
+    card = model_card(settings.target, str(served), run.report_facts(chosen), figures, k, findings)
     write_text(served / "README.md", card)
     if settings.serving.export_format == "speculators" or other.exists():  # never two exports of different weights
         write_speculators(other, served, settings.target.model, k)

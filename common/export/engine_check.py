@@ -1,10 +1,10 @@
-"""What vLLM and SGLang would do with any EAGLE-3 folder, ours or a published one: one finding a line, per engine.
+"""Check any EAGLE-3 folder, ours or a published one: what vLLM and SGLang would do with it, one finding a line.
 
-Read out of vLLM 0.32 (llama_eagle3.py, deepseek_eagle3.py, both model runners) and SGLang of 2026 (llama_eagle3.py,
-kimi_k25_eagle3.py, model_runner.py). What our own exporter writes must pass the stricter `export.check_export`.
+Engines load a draft that lacks `fc`, `d2t` or `lm_head` without a message and then accept nothing, so names, shapes,
+dtypes and values are all compared here with what the engines' modules have. Our own export is published only when
+this check finds no fault. `findings.CHECKED` says which engine versions were read.
 """
 
-import math
 import re
 from dataclasses import replace
 from pathlib import Path
@@ -13,80 +13,67 @@ import torch
 from torch import Tensor
 
 from common.draft.config import DraftConfig
-from common.draft.network import Draft, rope_frequencies, yarn_mscale
-from common.export.findings import BOTH, SGLANG, VLLM, Findings
-from common.export.published_draft import (
-    FORMS,
-    HEAD_NORMS,
-    draft_sizes,
-    our_name,
-    read_config,
-    read_weights,
-    weight_files,
-)
-from common.export.served_folder import ARCHITECTURES
+from common.draft.network import Draft
+from common.export.config_check import check_config
+from common.export.findings import BOTH, LEVELS, OLDER, SGLANG, VLLM, Findings
+from common.export.published_draft import HEAD_NORMS, draft_form, draft_sizes, our_name, read_config, read_tensors
 from common.pipeline.errors import UserError
 
-OLD_SGLANG = "SGLang before 2026"
-EAGLE_31 = "June 2026"  # when engines learned fc_norm and norm_output: vLLM #42764, SGLang #24663 and #26506
-OLD_RUNNER = "vLLM's older runner (VLLM_USE_V2_MODEL_RUNNER=0, or on a CPU)"
 
+def inspect(folder: Path, target_type: str = "") -> Findings:
+    """All findings for a draft's folder. Raises UserError where it has no config.json, or one that is not JSON.
 
-def inspect(folder: Path) -> Findings:
-    """Everything that is to be said about a folder; raises UserError where there is none or its config is no JSON."""
-    found = Findings()
-    config = read_config(folder, found)
-    tensors = _read_tensors(folder, found)
-    if not tensors or config is None:
-        return found
-    name = config["architectures"][0]
-    form, engines = FORMS[name]
-    if SGLANG not in engines and "speculators" not in config:
-        fix = ", and none there has its norms" if name == HEAD_NORMS else f'; rename it to "{ARCHITECTURES[form]}"'
-        found.error(SGLANG, f'the architecture "{name}" is no draft there{fix}')
-    if form == "mla" and config.get("model_type") == "deepseek_v3":
-        found.error(VLLM, 'model_type "deepseek_v3" is taken for the target\'s own MTP layer; rename it to "kimi_k2"')
-    tensors = _renamed(tensors, form, found)
-    count = _aux_count(config, tensors, found)
+    `target_type`: the target's model_type where it is known; SGLang counts the aux layers of some targets differently.
+    """
+    findings = Findings()
+    config = read_config(folder, findings)
     try:
-        draft = draft_sizes(config, num_aux_hidden_states=count)
-    except (KeyError, ValueError, TypeError) as error:
-        found.error(BOTH, f"config.json: {error!r}")
-        return found
-    _check_shapes(config, draft, tensors, found)
-    _check_vocabulary(config, draft, tensors, found)
-    _check_layers(config, count, found)
-    _check_options(config, draft, found)
-    return found
-
-
-def _read_tensors(folder: Path, found: Findings) -> dict[str, Tensor]:
-    """Every tensor of the folder's weights."""
-    files = weight_files(folder)
-    if not files:
-        found.error(BOTH, f"no *.safetensors and no *.bin in {folder}")
-    elif files[0].suffix == ".bin":
-        found.note(BOTH, f"{files[0].name} is a pickle, which can carry code: safetensors is safer")
-    try:
-        return {name: tensor for file in files for name, tensor in read_weights(file).items()}
+        tensors = read_tensors(folder, findings)
     except UserError as error:
-        found.error(BOTH, str(error))
-        return {}
+        findings.error(BOTH, str(error))
+        return findings
+    if config is None:
+        return findings
+    tensors = _renamed(tensors, draft_form(config), findings)
+    aux_states = _aux_states(config, tensors, findings)
+    try:
+        draft = draft_sizes(config, num_aux_hidden_states=aux_states)
+    except KeyError as key:
+        findings.error(BOTH, f"config.json has no {key}: add it")
+        return findings
+    except (ValueError, TypeError) as error:
+        findings.error(BOTH, f"config.json: {error}")
+        return findings
+    _check_shapes(config, draft, tensors, findings)
+    _check_vocabulary(config, draft, tensors, findings)
+    check_config(config, draft, target_type, findings)
+    return findings
 
 
-def _renamed(tensors: dict[str, Tensor], form: str, found: Findings) -> dict[str, Tensor]:
-    """Tensors under the names that both engines read."""
+def print_findings(folder: Path) -> int:
+    """Print one line a finding and a verdict; return the exit code: 0 where an engine would serve the draft, else 2."""
+    findings = inspect(folder)
+    for finding in sorted(findings, key=lambda finding: LEVELS.index(finding.level)):
+        print(finding)
+    engines = findings.servable()
+    print(f"{folder}: " + (f"servable with {' and '.join(engines)}" if engines else "not servable"))
+    return 0 if engines else 2
+
+
+def _renamed(tensors: dict[str, Tensor], form: str, findings: Findings) -> dict[str, Tensor]:
+    """The tensors under the names that both engines read."""
     if any(name.startswith("model.") for name in tensors):
-        found.error(VLLM, 'names begin with "model.": vLLM puts its own before them and finds no such parameter')
-    if any(re.match(r"(model\.)?layers\.0\.", name) for name in tensors) and form == "llama":
-        found.note(
-            SGLANG, f'"layers.0.*" names: {OLD_SGLANG} skips them silently and accepts nothing; use "midlayer.*"'
+        findings.error(
+            VLLM, 'names begin with "model.", which vLLM adds itself: it finds no such parameter; leave it out'
         )
+    if any(re.match(r"(model\.)?layers\.0\.", name) for name in tensors) and form == "llama":
+        text = f'"layers.0.*" names: {OLDER["layers.0 names"]} skip them silently and accept nothing'
+        findings.note(SGLANG, f'{text}; rename them to "midlayer.*"')
     return {our_name(name): tensor for name, tensor in tensors.items()}
 
 
-def _aux_count(config: dict, tensors: dict[str, Tensor], found: Findings) -> int:
-    """How many aux states fc reads; what each engine would build is compared with it."""
+def _aux_states(config: dict, tensors: dict[str, Tensor], findings: Findings) -> int:
+    """The number of aux states that fc reads; a finding where the engines would build an fc of another width."""
     fc = tensors.get("fc.weight")
     nested = (config.get("eagle_config") or {}).get("eagle_aux_hidden_state_layer_ids")
     built = config.get("num_aux_hidden_states") or (len(nested) if nested else 3)
@@ -95,187 +82,101 @@ def _aux_count(config: dict, tensors: dict[str, Tensor], found: Findings) -> int
         return built
     count = fc.shape[1] // width
     if count != built:
-        found.error(BOTH, f"fc reads {count} aux states, the engines would build {built}: set num_aux_hidden_states")
+        text = f"fc.weight reads {count} aux states, the engines would build {built}"
+        findings.error(BOTH, f"{text}: set num_aux_hidden_states to {count}")
     elif count != 3:
-        found.note(SGLANG, f"{count} aux states: {OLD_SGLANG} builds an fc of 3 and refuses")
+        older = OLDER["fc of other than three states"]
+        findings.note(SGLANG, f"fc.weight reads {count} aux states: {older} build an fc of 3 and refuse it")
     return count
 
 
-def _check_shapes(config: dict, draft: DraftConfig, tensors: dict[str, Tensor], found: Findings) -> None:
-    """Every tensor that the engines' modules have: those that are missing stay random without a word."""
-    own_input = config.get("target_hidden_size") not in (None, draft.hidden_size)
-    plain = replace(draft, fc_norm=False, norm_before_fc=False) if own_input else draft
+def _check_shapes(config: dict, draft: DraftConfig, tensors: dict[str, Tensor], findings: Findings) -> None:
+    """Compare with the parameters that the engines' modules have; missing ones stay random silently."""
+    other_width = config.get("target_hidden_size") not in (None, draft.hidden_size)
+    plain = replace(draft, fc_norm=False, norm_before_fc=False) if other_width else draft
     with torch.device("meta"):
         model = Draft(plain, torch.empty(draft.vocab_size, draft.hidden_size))
-    wanted = {name: tuple(p.shape) for name, p in model.named_parameters()}
+    wanted = {name: tuple(parameter.shape) for name, parameter in model.named_parameters()}
     if config["architectures"] == [HEAD_NORMS]:
         wanted |= {f"midlayer.self_attn.{name}.weight": (draft.head_dim,) for name in ("q_norm", "k_norm")}
-    if own_input:
+    if other_width:
         wanted["fc.weight"] = (draft.hidden_size, draft.num_aux * config["target_hidden_size"])
-        found.note(BOTH, "target_hidden_size is not the draft's own: norms before fc are not checked")
-    quantised = config.get("quantization_config")
+        findings.note(BOTH, "target_hidden_size differs from hidden_size: norms before fc are not checked")
+    quantised = bool(config.get("quantization_config"))
     if quantised:
-        found.note(BOTH, "quantised weights: shapes and values of the layer are not checked")
+        findings.note(BOTH, "quantised weights: shapes and values of the decoder layer are not checked")
     for name, shape in wanted.items():
-        tensor = tensors.get(name)
-        if tensor is None:
-            if name not in ("embed_tokens.weight", "lm_head.weight") and not (quantised and "midlayer" in name):
-                found.error(BOTH, f"{name} is missing: it stays random, without a word, and nothing is accepted")
-        elif quantised and "midlayer" in name:
+        if name not in tensors and name in ("embed_tokens.weight", "lm_head.weight"):
+            continue  # engines may share the target's
+        if quantised and "midlayer" in name:
             continue
-        elif tuple(tensor.shape) != shape:
-            found.error(BOTH, f"{name} has shape {list(tensor.shape)}, config.json says {list(shape)}: refused")
-        elif not tensor.is_floating_point():
-            found.error(BOTH, f"{name} is {tensor.dtype}, expected a float type")
-        elif not torch.isfinite(tensor.float()).all():
-            found.error(BOTH, f"{name} is not finite: nothing would be accepted")
-    if "embed_tokens.weight" not in tensors and own_input:
-        found.error(BOTH, "no embed_tokens.weight: it stays random, as the target's has another width")
+        if name not in tensors:
+            findings.error(BOTH, f"{name} is missing: engines keep random values for it and accept nothing")
+        elif tuple(tensors[name].shape) != shape:
+            findings.error(BOTH, f"{name} has shape {list(tensors[name].shape)}, config.json says {list(shape)}")
+        elif not tensors[name].is_floating_point():
+            findings.error(BOTH, f"{name} is {tensors[name].dtype}, expected a float type")
+        elif not torch.isfinite(tensors[name].float()).all():
+            findings.error(BOTH, f"{name} is not finite: no draft token would be accepted")
+    if "embed_tokens.weight" not in tensors and other_width:
+        findings.error(BOTH, "embed_tokens.weight is missing, and the target's has another width: it stays random")
     elif "embed_tokens.weight" not in tensors:
-        found.note(BOTH, "no embed_tokens.weight: both take the target's")
+        findings.note(BOTH, "no embed_tokens.weight: both engines take the target's")
     layers = config.get("num_hidden_layers", 1)
-    further = {int(m[1]) for m in (re.match(r"layers\.(\d+)\.", name) for name in tensors) if m}
+    further = {int(match[1]) for match in (re.match(r"layers\.(\d+)\.", name) for name in tensors) if match}
     if set(range(1, layers)) - further:
-        found.error(
-            BOTH, f"num_hidden_layers is {layers}, but layers {sorted(further | {0})} are there: random weights"
+        stored = sorted(further | {0})
+        findings.error(
+            BOTH, f"num_hidden_layers is {layers}, but only layers {stored} are stored: the others stay random"
         )
     known = {*wanted, "d2t", "t2d"}
-    odd = [name for name in tensors if name not in known and not re.match(r"layers\.\d+\.", name)]
-    odd = [name for name in odd if not name.endswith(".bias") and "rotary_emb" not in name]
-    if odd and not (quantised or own_input):
-        found.error(VLLM, f"{_some(odd)}: no such parameter, refused")
-        found.note(SGLANG, f"{_some(odd)}: skipped")
+    unread = [name for name in tensors if name not in known and "rotary_emb" not in name and not name.endswith(".bias")]
+    unread = [name for name in unread if not ((m := re.match(r"layers\.(\d+)\.", name)) and int(m[1]) < layers)]
+    if unread and not (quantised or other_width):
+        names = ", ".join(unread[:3]) + (f" and {len(unread) - 3} more" if len(unread) > 3 else "")
+        findings.error(VLLM, f"{names}: vLLM has no such parameter and refuses the draft; leave it out")
+        findings.note(SGLANG, f"{names}: skipped")
 
 
-def _check_vocabulary(config: dict, draft: DraftConfig, tensors: dict[str, Tensor], found: Findings) -> None:
+def _check_vocabulary(config: dict, draft: DraftConfig, tensors: dict[str, Tensor], findings: Findings) -> None:
+    """The head and the mapping from draft ids to target ids (d2t int64 [D]: target id = draft id + d2t[draft id])."""
     reduced = draft.draft_vocab_size < draft.vocab_size
+    if "draft_vocab_size" not in config:
+        findings.error(SGLANG, "draft_vocab_size is missing: SGLang reads it without a default; add it")
+    if config.get("tie_word_embeddings"):
+        findings.error(
+            SGLANG, "tie_word_embeddings is true: SGLang would use the embedding as the head; set it to false"
+        )
     if "lm_head.weight" not in tensors:
         if reduced:
-            found.error(BOTH, "no lm_head.weight: vLLM cuts the target's to the first rows, SGLang keeps a random one")
+            text = "vLLM takes the first rows of the target's head, SGLang keeps random values"
+            findings.error(BOTH, f"lm_head.weight is missing: {text}")
         elif config.get("draft_vocab_size") is not None:
-            found.error(SGLANG, "no lm_head.weight: it stays random; set draft_vocab_size null to take the target's")
+            text = "lm_head.weight is missing: it stays random"
+            findings.error(SGLANG, f"{text}; set draft_vocab_size to null and SGLang takes the target's")
         else:
-            found.note(BOTH, "no lm_head.weight: the target's is taken")
-    if "draft_vocab_size" not in config:
-        found.error(SGLANG, "no draft_vocab_size: SGLang reads it without a default")
-    if config.get("tie_word_embeddings"):
-        found.error(SGLANG, "tie_word_embeddings is true: the embedding would be the head")
+            findings.note(BOTH, "no lm_head.weight: both engines take the target's")
     d2t, t2d = tensors.get("d2t"), tensors.get("t2d")
-    if d2t is None:
-        if reduced:
-            found.error(BOTH, "no d2t: draft ids would be taken for target ids, without a word; nothing is accepted")
-        return
     if not reduced:
-        found.error(VLLM, "d2t with a full vocabulary: no such parameter, refused; leave d2t and t2d out")
+        if d2t is not None:
+            findings.error(VLLM, "d2t with a full vocabulary: vLLM has no such parameter; leave d2t and t2d out")
+        return
+    if d2t is None:
+        findings.error(BOTH, "d2t is missing: engines take draft ids for target ids and accept nothing")
         return
     if tuple(d2t.shape) != (draft.draft_vocab_size,):
-        found.error(BOTH, f"d2t has shape {list(d2t.shape)}, expected {[draft.draft_vocab_size]}")
+        findings.error(BOTH, f"d2t has shape {list(d2t.shape)}, expected {[draft.draft_vocab_size]}")
         return
     if d2t.dtype != torch.int64:
-        found.note(BOTH, f"d2t is {d2t.dtype}; int64 is usual")
-    kept = torch.arange(len(d2t)) + d2t.long()
-    outside = int(((kept < 0) | (kept >= draft.vocab_size)).sum())
-    if outside or len(kept.unique()) < len(kept):
-        what = f"{outside} target ids outside the vocabulary" if outside else "one target id for several draft ids"
-        absolute = bool((d2t[1:] > d2t[:-1]).all())  # offsets only grow where tokens are left out between
-        found.error(BOTH, f"d2t is an offset (target id = draft id + d2t): {what}" + "; it looks absolute" * absolute)
+        findings.note(BOTH, f"d2t is {d2t.dtype}: both engines convert it; int64 is usual")
+    ids = torch.arange(len(d2t)) + d2t.long()
+    outside = int(((ids < 0) | (ids >= draft.vocab_size)).sum())
+    if outside or len(ids.unique()) < len(ids):
+        what = f"{outside} target ids lie outside the vocabulary" if outside else "several draft ids mean one target id"
+        absolute = bool((d2t[1:] > d2t[:-1]).all())  # offsets stay equal between neighbouring target ids, ids never do
+        fix = "; it looks like absolute ids: subtract 0, 1, 2, ..." if absolute else ""
+        findings.error(BOTH, f"d2t holds offsets (target id = draft id + d2t), but {what}{fix}")
     elif t2d is None:
-        found.note(BOTH, "no t2d: neither engine reads it, but training on does")
-    elif tuple(t2d.shape) != (draft.vocab_size,) or not torch.equal(t2d.bool().nonzero().flatten(), kept.sort().values):
-        found.error(BOTH, "d2t and t2d contradict each other: the head's rows may mean other tokens")
-
-
-def _check_layers(config: dict, count: int, found: Findings) -> None:
-    """Which target layers each engine reads: vLLM counts inputs, SGLang outputs (one less for the same state).
-
-    vLLM has two runners. The one that is usual on GPUs reads the top-level list only, else the default, 2, N//2, N-3;
-    the older one reads eagle_config's in between, as inputs.
-    """
-    top = config.get("eagle_aux_hidden_state_layer_ids")
-    eagle = config.get("eagle_config") or {}
-    nested = eagle.get("eagle_aux_hidden_state_layer_ids")
-    for ids, where in ((top, "eagle_aux_hidden_state_layer_ids"), (nested, "eagle_config's list")):
-        if ids and len(ids) != count:
-            found.error(BOTH, f"{where} names {len(ids)} layers for an fc of {count} states")
-    if eagle.get("use_aux_hidden_state") is False:
-        found.error(BOTH, "eagle_config.use_aux_hidden_state is false: the last state would be fed, not fc's")
-    if top and nested:
-        if [i - 1 for i in top] == list(nested):
-            found.note(BOTH, f"aux layers: inputs of {list(top)}, for both engines")
-        else:
-            text = f"eagle_config's {list(nested)} are the inputs of {[i + 1 for i in nested]}, vLLM reads {list(top)}"
-            found.error(SGLANG, f"{text}: one of the two engines is wrong")
-    elif top and not config.get("speculators"):
-        if _is_default(top):
-            found.note(
-                SGLANG, f"no eagle_config: its default, 2, N//2, N-3, is vLLM's {list(top)} with {top[2] + 3} layers"
-            )
-        else:
-            found.error(SGLANG, f"no eagle_config: its default, 2, N//2, N-3, would be read and not {list(top)}")
-    elif nested:
-        shifted = [i + 1 for i in nested]
-        if _is_default(shifted):
-            text = f"{OLD_RUNNER} reads eagle_config's {list(nested)} as inputs, a layer too early"
-            found.note(VLLM, f"{text}: put eagle_aux_hidden_state_layer_ids {shifted} at the top level")
-        elif _is_default(nested):
-            found.error(SGLANG, f"reads eagle_config's {list(nested)} as outputs, a layer too late, if vLLM is right")
-        else:
-            text = f"eagle_config's {list(nested)} is not read: the default, 2, N//2, N-3, is, without a word"
-            found.error(VLLM, f"{text}; put the ids at the top level, {shifted} if these are SGLang's count")
-    elif not top:
-        found.note(BOTH, "no aux layer ids: both engines take their default, 2, N//2, N-3")
-
-
-def _is_default(ids) -> bool:
-    """Whether these are 2, N//2, N-3 of some N."""
-    return len(ids) == 3 and list(ids) == [2, (ids[2] + 3) // 2, ids[2]]
-
-
-def _check_options(config: dict, draft: DraftConfig, found: Findings) -> None:
-    for name in ("norm_before_residual", "norm_before_fc"):
-        if getattr(draft, name) and not config.get("speculators"):
-            found.error(SGLANG, f"{name} is not read there: the draft would compute something else, without a word")
-    for name in ("fc_norm", "norm_output"):
-        if getattr(draft, name):
-            found.note(BOTH, f"{name}: engines from before {EAGLE_31} do not know it")
-    rope = config.get("rope_parameters") or {}
-    if rope and "rope_theta" not in config and rope.get("rope_theta", 10000.0) != 10000.0:
-        text = f"only rope_parameters: under transformers 4 the theta would be 10000, not {rope['rope_theta']:g}"
-        found.note(BOTH, f"{text}; write rope_theta and rope_scaling too")
-    if draft.form == "llama" and draft.rope_type == "yarn":
-        _check_yarn(draft, found)
-    if draft.form == "mla" and not draft.q_lora_rank:
-        found.error(SGLANG, "no q_lora_rank: its MLA draft needs one")
-        if config.get("q_lora_rank") is not None:
-            found.error(VLLM, "q_lora_rank is 0, which is taken for a rank: write null")
-
-
-def _check_yarn(draft: DraftConfig, found: Findings) -> None:
-    """The factor on cos and sin. SGLang knows no attention_factor, and mscale only in its later versions."""
-    factor, scaling = rope_frequencies(draft, draft.head_dim)[1], draft.rope_scaling
-    plain = yarn_mscale(scaling["factor"])
-    later = plain
-    if None not in (numbers := [scaling.get(key) for key in ("mscale", "mscale_all_dim")]):
-        later = yarn_mscale(scaling["factor"], numbers[0]) / yarn_mscale(scaling["factor"], numbers[1])
-    for there in (scaling.get("attn_factor", 1.0) * made for made in (plain, later)):
-        if not math.isclose(there, factor, rel_tol=1e-3):
-            text = (
-                f"yarn turns by cos and sin times {there:.4g} in some versions, in vLLM times {factor:.4g}: in place of"
-            )
-            fix = f"mscale, write attention_factor {factor:g} and attn_factor {factor / plain:g} in rope_scaling"
-            found.error(SGLANG, f"{text} {fix}")
-            return
-
-
-def _some(names: list[str]) -> str:
-    return ", ".join(names[:3]) + (f" and {len(names) - 3} more" if len(names) > 3 else "")
-
-
-def print_findings(folder: Path) -> int:
-    """One line a finding and a verdict; the exit code: 0 where an engine would serve the draft, else 2."""
-    found = inspect(folder)
-    for finding in sorted(found, key=lambda f: f.level):
-        print(finding)
-    engines = found.servable()
-    print(f"{folder}: " + (f"servable with {' and '.join(engines)}" if engines else "not servable"))
-    return 0 if engines else 2
+        findings.note(BOTH, "no t2d: no engine reads it, but a warm start rebuilds it from d2t")
+    elif tuple(t2d.shape) != (draft.vocab_size,) or not torch.equal(t2d.bool().nonzero().flatten(), ids):
+        findings.error(BOTH, "d2t and t2d contradict each other: rows of the head may mean other tokens")

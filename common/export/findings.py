@@ -1,37 +1,62 @@
-"""Findings on a draft's folder: what is wrong or worth knowing, and for which engine."""
+"""Findings on a draft's folder, and the engine versions whose source they were taken from."""
 
 from dataclasses import dataclass
 
 VLLM, SGLANG = "vLLM", "SGLang"
 ENGINES = (VLLM, SGLANG)
 BOTH = "vLLM, SGLang"
+LEVELS = ("error", "unsupported", "note")
+
+# The versions whose source was read for the checks. A test compares vLLM's with the one that the rehearsal installs.
+CHECKED = {VLLM: "0.32", SGLANG: "0.5.23"}
+# Versions that do not read what CHECKED reads. For SGLang only "0.5.23 reads it" is known, not the first that does.
+SOME_SGLANG = "some SGLang versions before 0.5.23"
+OLDER = {
+    "fc_norm and norm_output": f"vLLM before 0.22 and {SOME_SGLANG}",
+    "norm_before_fc": SOME_SGLANG,
+    "fc of other than three states": SOME_SGLANG,
+    "layers.0 names": SOME_SGLANG,
+    "rope mscale": SOME_SGLANG,
+    "V1 runner": "vLLM's V1 model runner (the only one on a CPU, gone in 0.34)",
+}
 
 
 @dataclass(frozen=True)
 class Finding:
-    """One thing that an engine would do. `level`: "error" (would not serve as trained) or "note"."""
+    """One thing that an engine would do with the folder.
+
+    `level`: "error" (the folder is wrong: the engine refuses it or serves another draft than was trained),
+    "unsupported" (the folder is right, but the engine cannot compute this draft) or "note".
+    """
 
     level: str
     engine: str  # VLLM, SGLANG or BOTH
     text: str
 
     def __str__(self) -> str:
-        return f"{self.level:<5}  {self.engine:<12}  {self.text}"
+        return f"{self.level:<11}  {self.engine:<12}  {self.text}"
 
 
 class Findings(list):
-    """What was found, in order."""
+    """All findings of one folder, in the order in which they were made."""
 
     def error(self, engine: str, text: str) -> None:
         self.append(Finding("error", engine, text))
 
+    def unsupported(self, engine: str, text: str) -> None:
+        self.append(Finding("unsupported", engine, text))
+
     def note(self, engine: str, text: str) -> None:
         self.append(Finding("note", engine, text))
+
+    def faults(self) -> list[str]:
+        """What is wrong with the folder itself; empty for one that may be published."""
+        return [f.text for f in self if f.level == "error"]
+
+    def errors(self, engine: str) -> list[str]:
+        """Why `engine` would not serve the draft as it was trained."""
+        return [f.text for f in self if f.level != "note" and engine in f.engine]
 
     def servable(self) -> list[str]:
         """The engines that would serve the draft as it was trained."""
         return [name for name in ENGINES if not self.errors(name)]
-
-    def errors(self, engine: str) -> list[str]:
-        """Why an engine would not."""
-        return [f.text for f in self if f.level == "error" and engine in f.engine]

@@ -1,6 +1,6 @@
-"""The served folder in the layout of vllm-project/speculators 0.9: `layers.0.*` names and a nested config.json.
+"""The served folder in the layout of the speculators library 0.9: `layers.0.*` names and a nested config.json.
 
-vLLM reads it too (`vllm serve FOLDER` alone starts the target with the draft); SGLang does not.
+vLLM reads it too: `vllm serve FOLDER` alone starts the target with the draft. SGLang does not.
 """
 
 from pathlib import Path
@@ -8,7 +8,7 @@ from pathlib import Path
 from safetensors.torch import load_file, save_file
 
 from common.draft.config import DraftConfig
-from common.export.served_folder import read_draft_config, rope_settings
+from common.export.served_config import read_draft_config, rope_settings
 from common.pipeline.errors import UserError
 from common.pipeline.files import atomic_folder, read_json, write_json
 
@@ -17,7 +17,7 @@ LAYER_PREFIX = "midlayer."
 
 
 def speculators_config(draft: DraftConfig, served: dict, target: str, draft_tokens: int) -> dict:
-    """config.json in that layout. `served`: the served folder's own config, `target`: name or folder of the target."""
+    """config.json in the speculators layout. `served`: the served config, `target`: the target's name or folder."""
     layer = {
         "model_type": "llama",
         "architectures": ["LlamaForCausalLM"],
@@ -60,7 +60,8 @@ def speculators_config(draft: DraftConfig, served: dict, target: str, draft_toke
 
 
 def write_speculators(folder: Path, served: Path, target: str, draft_tokens: int) -> None:
-    """Write `served` (a checked folder of export.py) again in the other layout, under a temporary name."""
+    """Write `served`, a folder that `export` has checked, again in the speculators layout; raises UserError for a form
+    that the layout cannot describe."""
     config = read_json(served / "config.json")
     draft = read_draft_config(config)
     if draft.form != "llama":

@@ -1,6 +1,6 @@
-"""Warm start: a published EAGLE-3 folder's weights, sizes and vocabulary mapping taken over, or refused by name.
+"""Warm start: begin training from a published EAGLE-3 draft, with its weights, sizes and vocabulary mapping.
 
-The mapping comes along: rebuilt from other frequencies, every row of the head would mean another token.
+The mapping must come with the weights: with another one, every row of the head would mean another token.
 """
 
 from dataclasses import dataclass, replace
@@ -13,16 +13,16 @@ from common.dataset.draft_vocabulary import kept_tokens, mappings
 from common.draft.config import DraftConfig
 from common.draft.network import Draft
 from common.export.findings import Findings
-from common.export.published_draft import draft_sizes, our_name, read_config, read_weights, weight_files
+from common.export.published_draft import draft_sizes, our_name, read_config, read_tensors, weight_files
 from common.pipeline.errors import UserError
 from common.pipeline.files import sha256
 
-DERIVED = "rotary_emb.inv_freq"  # follows from the config
+DERIVED = "rotary_emb.inv_freq"  # a buffer that some checkpoints store; it follows from the config
 
 
 @dataclass(frozen=True)
 class Published:
-    """A published draft: its config, tensors under our names, and its mapping."""
+    """A published draft: its sizes, tensors under our names, and its mapping (d2t int64 [D], t2d bool [V])."""
 
     folder: Path
     config: DraftConfig
@@ -32,38 +32,44 @@ class Published:
 
     @torch.no_grad()
     def fill(self, draft: Draft) -> None:
-        """Copy the weights into `draft`, which was built with this config; raises UserError for what does not fit."""
-        wanted = {name: p for name, p in draft.named_parameters() if name != "embed_tokens.weight"}
-        odd = [f"{name} is missing" for name in wanted if name not in self.tensors]
+        """Copy the weights into `draft`, built with `self.config`; raises UserError that names what does not fit."""
+        parameters = dict(draft.named_parameters())
+        problems = [
+            f"{name} is missing" for name in parameters if name not in self.tensors and name != "embed_tokens.weight"
+        ]
         for name, tensor in self.tensors.items():
-            parameter = draft.embed_tokens.weight if name == "embed_tokens.weight" else wanted.get(name)
-            if parameter is None:
-                odd.append(f"{name} is unknown")
-            elif parameter.shape != tensor.shape:
-                odd.append(f"{name} has shape {list(tensor.shape)}, expected {list(parameter.shape)}")
-            elif not tensor.is_floating_point() or not torch.isfinite(tensor.float()).all():
-                odd.append(f"{name} is {'not finite' if tensor.is_floating_point() else tensor.dtype}")
-        if odd:
-            raise UserError(f"train.warm_start {self.folder}: {'; '.join(odd[:4])}")
+            if name not in parameters:
+                problems.append(f"{name} is unknown")
+            elif parameters[name].shape != tensor.shape:
+                problems.append(f"{name} has shape {list(tensor.shape)}, expected {list(parameters[name].shape)}")
+            elif not tensor.is_floating_point():
+                problems.append(f"{name} is {tensor.dtype}")
+            elif not torch.isfinite(tensor.float()).all():
+                problems.append(f"{name} is not finite")
+        if problems:
+            raise UserError(f"train.warm_start {self.folder}: {'; '.join(problems[:4])}")
         for name, tensor in self.tensors.items():
-            (draft.embed_tokens.weight if name == "embed_tokens.weight" else wanted[name]).copy_(tensor)
+            parameters[name].copy_(tensor)
 
 
 def read_published(folder: str, target: DraftConfig, aux_layers: tuple[int, ...]) -> Published:
-    """A draft to go on from; raises UserError naming what does not fit. `target`: the sizes of a fresh draft."""
-    path, said, found = Path(folder), f"train.warm_start {folder}", Findings()
-    files = weights_of(folder)
-    config = read_config(path, found)
-    if config is None:
-        raise UserError(f"{said}: {next(finding.text for finding in reversed(found) if finding.level == 'error')}")
+    """A draft to initialise from; raises UserError that names what does not fit. `target`: a fresh draft's sizes."""
+    weights_of(folder)
+    findings = Findings()
     try:
-        sizes = draft_sizes(config)
-        stored = {name: tensor for file in files for name, tensor in read_weights(file).items()}
-    except (KeyError, ValueError, TypeError, UserError) as error:
-        raise UserError(
-            f"{said}: {str(error) if not isinstance(error, KeyError) else f'no {error} in config.json'}"
-        ) from None
-    tensors = {our_name(name): tensor for name, tensor in stored.items() if DERIVED not in name}
+        return _read_published(Path(folder), target, aux_layers, findings)
+    except KeyError as key:
+        raise UserError(f"train.warm_start {folder}: no {key} in config.json") from None
+    except (ValueError, TypeError, UserError) as error:
+        raise UserError(f"train.warm_start {folder}: {error}") from None
+
+
+def _read_published(path: Path, target: DraftConfig, aux_layers: tuple[int, ...], findings: Findings) -> Published:
+    config = read_config(path, findings)
+    if config is None:
+        raise UserError(findings.faults()[-1])
+    sizes = draft_sizes(config)
+    tensors = {our_name(n): tensor for n, tensor in read_tensors(path, findings).items() if DERIVED not in n}
     t2d, d2t = tensors.pop("t2d", None), tensors.pop("d2t", None)
     if d2t is None:
         sizes = replace(sizes, draft_vocab_size=sizes.vocab_size)
@@ -72,36 +78,35 @@ def read_published(folder: str, target: DraftConfig, aux_layers: tuple[int, ...]
         _, t2d = mappings(torch.arange(len(d2t)) + d2t, sizes.vocab_size)
     for name in ("hidden_size", "vocab_size"):
         if getattr(sizes, name) != getattr(target, name):
-            raise UserError(f"{said}: {name} is {getattr(sizes, name)}, the target's is {getattr(target, name)}")
+            raise UserError(f"{name} is {getattr(sizes, name)}, the target's is {getattr(target, name)}")
     if "fc.weight" in tensors and tensors["fc.weight"].ndim == 2:
         sizes = replace(sizes, num_aux=tensors["fc.weight"].shape[1] // sizes.hidden_size)
     if sizes.num_aux != target.num_aux:
-        raise UserError(f"{said}: fc.weight reads {sizes.num_aux} aux states, the shards hold {target.num_aux}")
+        raise UserError(f"fc.weight reads {sizes.num_aux} aux states, the shards hold {target.num_aux}")
     layers = config.get("eagle_aux_hidden_state_layer_ids")
     if layers and tuple(layers) != aux_layers:
-        raise UserError(f"{said}: made for aux layers {layers}, the shards hold {list(aux_layers)}")
+        raise UserError(f"trained on aux layers {layers}, the shards hold {list(aux_layers)}")
     nested = (config.get("eagle_config") or {}).get("eagle_aux_hidden_state_layer_ids")
     if nested and tuple(nested) not in (aux_layers, tuple(layer - 1 for layer in aux_layers)):
-        text = f"made for eagle_config's aux layers {nested}, as either engine counts; the shards hold"
-        raise UserError(f"{said}: {text} {list(aux_layers)}")
-    try:
-        kept = kept_tokens(d2t.long(), t2d.bool())
-    except UserError as error:
-        raise UserError(f"{said}: {error}") from None
-    # the published config may lack what changes no tensor's shape: the rotary angles are then the target's
+        text = f"eagle_config names aux layers {nested}, in neither engine's count those of the shards"
+        raise UserError(f"{text}, {list(aux_layers)}")
+    ids = kept_tokens(d2t.long(), t2d.bool())
+    # The rotary angles change no tensor's shape, so a config may lack them: they are then the target's.
     same_rope = {} if config.get("rope_theta") or config.get("rope_parameters") else {"rope_theta": target.rope_theta}
-    sizes = replace(sizes, draft_vocab_size=len(kept), **same_rope)
+    sizes = replace(sizes, draft_vocab_size=len(ids), **same_rope)
     return Published(path, sizes, tensors, d2t.long(), t2d.bool())
 
 
 def weights_of(folder: str) -> list[Path]:
     """The weight files of a published draft; raises UserError where there are none."""
-    files = weight_files(Path(folder))
-    if not files or not (Path(folder) / "config.json").is_file():
-        raise UserError(f"train.warm_start {folder}: no config.json and *.safetensors there; name a draft's folder")
-    return files
+    if not (Path(folder) / "config.json").is_file():
+        raise UserError(f"train.warm_start {folder}: no config.json; name a draft's folder")
+    try:
+        return weight_files(Path(folder))
+    except UserError as error:
+        raise UserError(f"train.warm_start: {error}") from None
 
 
 def weight_hashes(folder: str) -> list[str]:
-    """What a warm start's weights are, wherever the folder lies."""
+    """SHA-256 of each weight file: identifies a warm start's weights wherever the folder lies."""
     return [sha256(file) for file in weights_of(folder)]

@@ -9,7 +9,7 @@ import torch
 from safetensors.torch import load_file, save_file
 from torch import Tensor
 
-from common.export.served_folder import check_export
+from common.export.engine_check import inspect
 
 Change = Callable[[dict[str, Tensor], dict], object]
 
@@ -23,17 +23,17 @@ BROKEN: dict[str, tuple[Change, str]] = {  # what is done to the folder, and a p
     "no fc": (lambda tensors, config: tensors.pop("fc.weight"), "fc.weight is missing"),
     "no fc_norm": (lambda tensors, config: tensors.pop("fc_norm.1.weight"), "fc_norm.1.weight is missing"),
     "no d2t": (lambda tensors, config: tensors.pop("d2t"), "d2t is missing"),
-    "absolute d2t": (_absolute_d2t, "d2t and t2d contradict each other"),
+    "absolute d2t": (_absolute_d2t, "d2t"),
     "two layers": (lambda tensors, config: config.update(num_hidden_layers=2), "num_hidden_layers is 2"),
     "four aux layers": (
         lambda tensors, config: config.update(eagle_aux_hidden_state_layer_ids=[1, 2, 3, 4]),
-        "4 aux layer ids",
+        "names 4 aux layers",
     ),
     "aux ids alike for both engines": (
         lambda tensors, config: config["eagle_config"].update(
             eagle_aux_hidden_state_layer_ids=config["eagle_aux_hidden_state_layer_ids"]
         ),
-        "must be vLLM's",
+        "one of the two reads other layers",
     ),
     "NaN in a weight": (
         lambda tensors, config: tensors["norm.weight"].fill_(float("nan")),
@@ -44,7 +44,7 @@ BROKEN: dict[str, tuple[Change, str]] = {  # what is done to the folder, and a p
 
 def check_broken_exports(check, export: Path, work: Path) -> None:
     """Each fault, done to a copy of a good folder, is refused by name; the good folder passes."""
-    problems = check_export(export)
+    problems = inspect(export).faults()
     check(f"{export.parent.parent.name}: the export is sound", not problems, "; ".join(problems))
     for name, (change, said) in BROKEN.items():
         folder = work / "broken"
@@ -55,6 +55,6 @@ def check_broken_exports(check, export: Path, work: Path) -> None:
         change(tensors, config)
         save_file(tensors, folder / "model.safetensors")
         (folder / "config.json").write_text(json.dumps(config))
-        problems = "; ".join(check_export(folder))
+        problems = "; ".join(inspect(folder).faults())
         check(f"{export.parent.parent.name}: refused: {name}", said in problems, problems)
     shutil.rmtree(work / "broken", ignore_errors=True)

@@ -8,7 +8,7 @@ from common.dataset.index import Index
 from common.dataset.packs import Packs
 from common.draft.network import Draft
 from common.draft.unrolled_step import UnrolledStep
-from common.export.served_folder import read_draft_config
+from common.export.served_config import read_draft_config
 from common.pipeline.files import read_json
 from common.training.acceptance import accepted_lengths, walk
 from common.training.held_out import HeldOut

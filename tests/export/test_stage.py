@@ -11,13 +11,12 @@ from safetensors.torch import load_file
 from common.export.engine_check import inspect
 from common.export.findings import SGLANG, VLLM, Findings
 from common.export.model_card import model_card, sglang_command
-from common.export.served_folder import check_export
 from common.export.speculators_layout import write_speculators
 from common.pipeline.errors import UserError
 from common.pipeline.manifest import Manifest
 from common.pipeline.settings import Target
 from tests.support import tiny_training
-from tests.support.draft_folder import write
+from tests.support.drafts import write_draft
 from tests.support.stages import only_error
 
 FLAGS = ("--eval-every", 1)
@@ -50,7 +49,7 @@ def sound(run) -> None:
     """The folder is what its manifest says, and would be served."""
     manifest = Manifest.load(run / "04_draft", "04_draft")
     assert manifest.verify(run / "04_draft") == [] and manifest.complete
-    assert check_export(run / "04_draft/export") == []
+    assert inspect(run / "04_draft/export").faults() == []
 
 
 def test_the_card_says_what_was_measured_and_how_to_serve(run):
@@ -101,7 +100,7 @@ def test_a_draft_of_a_yarn_target_is_served_by_both(tmp_path, form):
     """Kimi's own scaling, whose factor SGLang would make 1.42 without a word."""
     scaling = {"type": "yarn", "factor": 64.0, "original_max_position_embeddings": 4096}
     scaling |= {"beta_fast": 1.0, "beta_slow": 1.0, "mscale": 1.0, "mscale_all_dim": 1.0}
-    assert inspect(write(tmp_path / "e", form=form, rope_scaling=scaling)).servable() == [VLLM, SGLANG]
+    assert inspect(write_draft(tmp_path / "e", form=form, rope_scaling=scaling)).servable() == [VLLM, SGLANG]
 
 
 def test_export_only(run):
@@ -155,7 +154,7 @@ def test_the_speculators_config(tmp_path):
         "rope_theta": 5e4,
         "rope_scaling": {"type": "linear", "factor": 4.0},
     }
-    write_speculators(tmp_path / "s", write(tmp_path / "e", **options), "some/target", 3)
+    write_speculators(tmp_path / "s", write_draft(tmp_path / "e", **options), "some/target", 3)
     config = json.loads((tmp_path / "s/config.json").read_text())
     assert config["speculators_model_type"] == "eagle3" and config["draft_vocab_size"] == 6
     assert config["eagle_aux_hidden_state_layer_ids"] == [2, 5, 9]  # inputs of layers, as vLLM counts
@@ -170,5 +169,5 @@ def test_the_speculators_config(tmp_path):
 
 def test_what_the_speculators_layout_has_no_place_for(tmp_path):
     with pytest.raises(UserError, match="no MLA draft"):
-        write_speculators(tmp_path / "s", write(tmp_path / "e", form="mla"), "some/target", 3)
+        write_speculators(tmp_path / "s", write_draft(tmp_path / "e", form="mla"), "some/target", 3)
     assert not (tmp_path / "s").exists()

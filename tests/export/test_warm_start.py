@@ -11,7 +11,9 @@ from safetensors.torch import load_file, save_file
 from common.dataset.draft_vocabulary import mappings
 from common.draft.config import DraftConfig
 from common.draft.network import Draft
-from common.export.served_folder import check_export, export, read_draft_config
+from common.export.engine_check import inspect
+from common.export.served_config import read_draft_config
+from common.export.served_folder import export
 from common.export.speculators_layout import write_speculators
 from common.export.warm_start import read_published, weight_hashes
 from tests.support import tiny_training
@@ -48,7 +50,7 @@ def test_case_24_mapping_sizes_and_weights_come_along(run, published):
     code, out, stderr = train(run, "--warm-start", published, "--learning-rate", 0)
     assert code == 0, stderr
     assert "24 of 64" in out and f"the draft in {published}" in out
-    assert check_export(run / "04_draft/export") == []
+    assert inspect(run / "04_draft/export").faults() == []
     after = exported(run)
     assert after.keys() == before.keys()
     assert all(torch.equal(after[name], before[name]) for name in before)
@@ -103,7 +105,7 @@ def test_the_other_spelling_is_the_same_draft_wherever_it_lies(run, published):
         ({"fc.weight": torch.ones(16, 32)}, {}, "fc.weight reads 2 aux states, the shards hold 3"),
         ({}, {"eagle_aux_hidden_state_layer_ids": [1, 2, 4]}, "aux layers [1, 2, 4], the shards hold [1, 2, 3]"),
         ({"d2t": KEPT}, {}, "d2t and t2d contradict each other"),
-        ({}, {"eagle_aux_hidden_state_layer_ids": None, "eagle_config": {NESTED: [1, 2, 4]}}, "layers [1, 2, 4], as"),
+        ({}, {"eagle_aux_hidden_state_layer_ids": None, "eagle_config": {NESTED: [1, 2, 4]}}, "[1, 2, 4], in neither"),
         ({}, {"architectures": ["BertModel"]}, "architectures is ['BertModel']"),
         ({"midlayer.self_attn.q_norm.weight": torch.ones(6)}, {}, "midlayer.self_attn.q_norm.weight is unknown"),
         ({}, {"hidden_size": None}, "no 'hidden_size' in config.json"),
@@ -148,7 +150,7 @@ def test_what_the_check_reads_is_a_start_too(published, rewrite):
 def test_a_folder_without_a_draft(run, published):
     shutil.rmtree(published)
     code, _, stderr = train(run, "--warm-start", published)
-    assert code == 2 and "no config.json and *.safetensors" in only_error(stderr)
+    assert code == 2 and "no config.json; name a draft's folder" in only_error(stderr)
 
 
 # ---- further settings of the training ----

@@ -15,7 +15,7 @@ import torch
 from common.dataset.disk_budget import Window, released_shards
 from common.dataset.index import HELD_OUT, TRAIN, Index
 from common.dataset.shards import Shard, States
-from common.export.served_folder import check_export
+from common.export.engine_check import inspect
 from common.pipeline.manifest import Manifest
 from common.pipeline.settings import Train
 from tests.support.random_target import RandomTargetRun
@@ -96,7 +96,7 @@ def test_every_sample_is_trained_as_often_as_asked_on_less_disk(unbroken):
     files = Manifest.load(place.hidden, "02_hidden").files
     assert all(files[name]["bytes"] == window.bytes_of([name]) for name in files) and files.keys() == planned.keys()
 
-    assert check_export(place.run / "04_draft/export") == []
+    assert inspect(place.run / "04_draft/export").faults() == []
     assert place.metrics()[-1]["tokens"] == EPOCHS * int(index.length[index.rows(TRAIN)].sum())
     assert "waiting for 04 --follow to train on round 0" in place.logs()
 

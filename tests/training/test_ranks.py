@@ -7,7 +7,7 @@ import sys
 import pytest
 from safetensors.torch import load_file
 
-from common.export.served_folder import check_export
+from common.export.engine_check import inspect
 from common.pipeline.manifest import Manifest
 from common.training.checkpoint import checkpoints
 from tests.support import tiny_training
@@ -63,7 +63,7 @@ def test_two_ranks_take_the_steps_of_one_and_go_on_from_each_others_checkpoints(
         assert [line["tokens"] for line in found] == [line["tokens"] for line in alone]
         losses = [[line["loss"] for line in lines] for lines in (metrics(run, "eval"), held_out)]
         assert losses[0] == pytest.approx(losses[1], rel=1e-3)  # over packs shared out to the ranks
-        assert check_export(folder / "export") == []
+        assert inspect(folder / "export").faults() == []
         for name, tensor in load_file(folder / "export/model.safetensors").items():
             assert float((tensor.double() - weights[name].double()).abs().max()) < 0.01, name
 

@@ -11,7 +11,7 @@ import torch
 from safetensors.torch import load_file, save_file
 from torch import nn
 
-from common.export.served_folder import check_export
+from common.export.engine_check import inspect
 from common.pipeline.errors import UserError
 from common.pipeline.files import sha256
 from common.pipeline.manifest import Manifest
@@ -74,7 +74,7 @@ def same_run(folder, unbroken) -> None:
 def test_the_unbroken_run_is_whole(unbroken):
     steps = [json.loads(step) for kind, step, *_ in losses(unbroken) if kind == '"train"']
     assert steps == list(range(1, 26))  # five epochs of five packs
-    assert check_export(unbroken / "04_draft/export") == []
+    assert inspect(unbroken / "04_draft/export").faults() == []
     manifest = Manifest.load(unbroken / "04_draft", "04_draft")
     assert manifest.complete and manifest.counts["steps"] == 25
 

@@ -9,7 +9,7 @@ from safetensors.torch import load_file
 
 from common.dataset.shards import Shard
 from common.draft.config import draft_config
-from common.export.served_folder import check_export
+from common.export.engine_check import inspect
 from common.pipeline.manifest import Manifest
 from common.pipeline.settings import DraftModel
 from tests.support import tiny_training
@@ -32,7 +32,7 @@ def test_case_24_nothing_stale_of_another_vocabulary(run):
         if size:
             wanted = load_file(run / "03_dataset/vocab.safetensors")
             assert all(torch.equal(tensors[name], wanted[name]) for name in ("d2t", "t2d"))
-        assert check_export(run / "04_draft/export") == []
+        assert inspect(run / "04_draft/export").faults() == []
         assert len(metrics(run, "train")) == metrics(run, "train")[-1]["step"] == 5
     assert len(list(run.glob("04_draft.before-*"))) == 2
 
