@@ -43,7 +43,7 @@ def main() -> int:
     folder = stage_folder(settings.run_dir / STAGE, part)
     if settings.dry_run:
         return dry_run(settings, folder, part)
-    protocol = load_protocol(settings.target, None if settings.switches.probe else settings.run_dir)
+    protocol = load_protocol(settings.target)
     if settings.switches.probe:
         from common.generation.probe import probe
 

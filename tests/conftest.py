@@ -142,7 +142,7 @@ def kimi(kimi_folder):
     """The real Kimi vocabulary's protocol."""
     from tests.support.targets import kimi_protocol
 
-    return kimi_protocol(kimi_folder, kimi_folder.with_name("kimi_cache"))
+    return kimi_protocol(kimi_folder)
 
 
 @pytest.fixture

@@ -58,7 +58,7 @@ def test_every_key_says_what_it_means(name):
 def test_kimi_configs_speak_the_protocol_of_the_real_vocabulary(name, kimi_folder, kimi):
     """The vendor's tokenizer files with the real 163,840 tokens; everything else as in the file."""
     target = replace(whole(name).target, model=str(kimi_folder))
-    protocol = load_protocol(target, kimi_folder.with_name("kimi_cache"))
+    protocol = load_protocol(target)
     assert (protocol.think_open, protocol.think_close, protocol.end) == (163606, 163607, 163586)
     assert protocol.prompt_tail(True)[-1] == 163606 and protocol.prompt_tail(False)[-2:] == [163606, 163607]
     assert protocol.think_open_in_prompt(protocol.prompt_ids([{"role": "user", "content": "hi"}]))

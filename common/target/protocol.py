@@ -255,12 +255,12 @@ class Protocol:
         return None
 
 
-def load_protocol(target: Target, cache: Path | None = None) -> Protocol:
-    """The protocol of a target from its tokenizer (hub name or folder); `cache`: the folder of a converted one."""
+def load_protocol(target: Target) -> Protocol:
+    """The protocol of a target from its tokenizer, a hub name or a folder."""
     name = target.tokenizer or target.model
     require_model(name)
     files = find_vendor_files(name, target.revision)
-    return Protocol(build_tokenizer(files, cache) if files else _load_tokenizer(name, target), target)
+    return Protocol(build_tokenizer(files) if files else _load_tokenizer(name, target), target)
 
 
 def _load_tokenizer(name: str, target: Target):

@@ -41,5 +41,5 @@ def build_kimi(folder: Path) -> Path:
     return folder
 
 
-def kimi_protocol(folder: Path, cache: Path | None = None) -> Protocol:
-    return load_protocol(Target(model=str(folder), **KIMI), cache)
+def kimi_protocol(folder: Path) -> Protocol:
+    return load_protocol(Target(model=str(folder), **KIMI))

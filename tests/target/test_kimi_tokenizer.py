@@ -53,28 +53,13 @@ def vendor(kimi_folder, tmp_path):
     return tmp_path / "kimi"
 
 
-@pytest.fixture
-def cache(kimi, kimi_folder):
-    """What the `kimi` fixture converted, kept as a run keeps it: a conversion takes seconds."""
-    return kimi_folder.with_name("kimi_cache")
-
-
-def test_gaps_in_the_config_move_nothing_and_code_is_not_run(vendor, cache):
-    """Named slots only, and remote code beside them: the same tokenizer, found under the same key."""
+def test_gaps_in_the_config_move_nothing_and_code_is_not_run(vendor, kimi):
+    """Named slots only, and remote code beside them: the same tokenizer."""
     write_json(vendor / "tokenizer_config.json", tokenizer_config(every_slot=False))
     (vendor / "tokenization_kimi.py").write_text("raise SystemExit('executed')")
-    protocol = kimi_protocol(vendor, cache)
+    protocol = kimi_protocol(vendor)
     assert protocol.prompt_ids([{"role": "user", "content": "hi"}])[-1] == protocol.think_open == 163606
-    assert len(list(cache.glob("kimi-*.json"))) == 1 and not list(vendor.glob("tokenizer.json"))
-
-
-def test_cache_follows_its_inputs(vendor, tmp_path):
-    config = json.loads((vendor / "tokenizer_config.json").read_text())
-    config["added_tokens_decoder"]["163700"]["content"] = "<|new|>"
-    write_json(vendor / "tokenizer_config.json", config)
-    converted, read_back = (kimi_protocol(vendor, tmp_path / "cache") for _ in range(2))
-    assert converted.added == read_back.added and converted.added["<|new|>"] == 163700
-    assert len(list((tmp_path / "cache").iterdir())) == 1
+    assert protocol.added == kimi.added
 
 
 def test_template_inside_the_config_does(vendor):
@@ -95,26 +80,24 @@ def test_missing_and_broken_files_are_named(vendor):
     with pytest.raises(UserError, match="holds 1000 ranks"):
         kimi_protocol(vendor)
     ranks.write_bytes(b"<html>not found</html>\n")
-    with pytest.raises(UserError, match="holds 1 ranks"):
-        kimi_protocol(vendor)
     with pytest.raises(UserError, match="not a tiktoken file"):
-        read_ranks(ranks)
+        kimi_protocol(vendor)
     ranks.write_bytes(sound)
     (vendor / "tokenizer_config.json").unlink()
     with pytest.raises(UserError, match=r"no tokenizer_config\.json"):
         kimi_protocol(vendor)
 
 
-def test_hub_name_from_the_cache_without_network(kimi_folder, cache, tmp_path):
+def test_hub_name_from_the_cache_without_network(kimi_folder, tmp_path):
     """As on a node without network: the repository is in the hub's cache, and has no tokenizer.json."""
     repository = tmp_path / "hub/models--moonshotai--Kimi-K2.5"
     shutil.copytree(kimi_folder, repository / "snapshots/0123abc")
     (repository / "refs").mkdir()
     (repository / "refs/main").write_text("0123abc")
     code = (
-        "from pathlib import Path; from common.pipeline.settings import Target\n"
+        "from common.pipeline.settings import Target\n"
         "from common.target.protocol import load_protocol\n"
-        f"p = load_protocol(Target(model='moonshotai/Kimi-K2.5', **{KIMI}), Path({str(cache)!r}))\n"
+        f"p = load_protocol(Target(model='moonshotai/Kimi-K2.5', **{KIMI}))\n"
         "print(p.prompt_tail(True))\n"
         "load_protocol(Target(model='nobody/nothing'))"
     )
