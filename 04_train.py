@@ -192,7 +192,7 @@ def finish(run, folder: Path, manifest: Manifest, settings: Settings, checkpoint
 
 def measure_serving(settings: Settings, folder: Path) -> None:
     """Ask a running server that drafts; adds its figures to report.json and report.html, and prints them."""
-    from common.report.report import add_serving
+    from common.report.report import update_report
     from common.servers.measure_draft import QUESTIONS, measure, read_questions, summary
 
     s = settings.serving
@@ -204,7 +204,7 @@ def measure_serving(settings: Settings, folder: Path) -> None:
     if settings.dry_run:
         return
     facts = measure(s, settings.target, settings.generate, questions)
-    shown = add_serving(folder, facts)
+    shown = update_report(folder, serving=facts)
     table([*summary(facts), ("written", str(folder / "report.json"))])
     try:
         with stage_lock(settings.run_dir / f".{STAGE}-0"):

@@ -13,5 +13,6 @@ def render(template: Path, **values) -> str:
         undefined=StrictUndefined,
         trim_blocks=True,
         lstrip_blocks=True,
+        keep_trailing_newline=True,
     )
     return environment.get_template(template.name).render(values)

@@ -24,7 +24,6 @@ class Line:
     colour: str
     faint: bool = False
     dashed: bool = False
-    wide: bool = False
 
 
 def placeholder(colour: str) -> str:
@@ -91,7 +90,7 @@ def line_chart(
             *zip(*line.points, strict=True),
             color=placeholder(line.colour),
             alpha=0.3 if line.faint else 1,
-            linewidth=1 if line.faint else 2.8 if line.wide else 1.8,
+            linewidth=1 if line.faint else 2,
             linestyle=(0, (4, 2.5)) if line.dashed else "-",
             marker="o" if few and (not line.dashed or len(line.points) == 1) else "",
             markersize=4,

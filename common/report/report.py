@@ -35,7 +35,7 @@ def write_report(
     trains = by_step(metrics, "train")
     curves = {name: [(t["step"], t[name]) for t in trains] for name in ("loss", "learning_rate", "grad_norm")}
     curves["smooth_loss"] = smooth(curves["loss"])
-    update(
+    update_report(
         folder,
         **{name: value for name, value in facts.items() if name != "lengths"},
         lengths=lengths(facts["lengths"]),
@@ -47,17 +47,12 @@ def write_report(
     )
 
 
-def add_serving(folder: Path, serving: dict) -> bool:
-    """Add what was measured on a running server to report.json; whether there is a run's page that shows it now."""
-    folder.mkdir(parents=True, exist_ok=True)
-    return update(folder, serving=serving)
-
-
-def update(folder: Path, **changes) -> bool:
+def update_report(folder: Path, **changes) -> bool:
     """Replace figures of report.json; render report.html when they include a run's, and return whether they do.
 
-    The lock: a server may be measured while the run trains.
+    `serving`: what was measured on a running server. It may be measured while the run trains, hence the lock.
     """
+    folder.mkdir(parents=True, exist_ok=True)
     path = folder / "report.json"
     with FileLock(folder / ".report.lock"):
         figures = read_json(path) if path.is_file() else {"format": FORMAT, "serving": None}
@@ -145,7 +140,7 @@ def page(figures: dict) -> str:
     charts = training_charts(figures, own, ks, main)
     names = {"figures": figures, "own": own, "baselines": baselines, "ks": ks, "main": main}
     names |= {"best": best, "charts": charts}
-    helpers = (length_at, shares, margin, fixed, percent, duration, fact, visible, lengths_note)
+    helpers = (length_at, shares, margin, fixed, percent, duration, fact, visible)
     text = render(TEMPLATE, **names, **{helper.__name__: helper for helper in helpers})
     return text.encode("utf-8", "replace").decode()  # half characters (lone surrogates) become "?"
 
@@ -160,7 +155,7 @@ def training_charts(figures: dict, own: dict | None, ks: list[str], main: str) -
         Line("held out", [(e["step"], e["loss"]) for e in evals], "draft"),
     ]
     walks = [
-        Line(f"k = {k}", curve(evals, k), colour, wide=k == main)
+        Line(f"k = {k}", curve(evals, k), colour)
         for k, colour in (("1", RAMP[0]), (main, "draft"), (ks[-1] if ks else "", RAMP[-1]))
         if k in ks
     ]
@@ -204,10 +199,6 @@ def training_charts(figures: dict, own: dict | None, ks: list[str], main: str) -
 def curve(evals: list[dict], k: str) -> list[tuple]:
     """[(step, acceptance length)] over a run's evaluations."""
     return [(e["step"], length_at(e, k)) for e in evals if length_at(e, k)]
-
-
-def lengths_note(bins: dict | None) -> str:
-    return f"Median {bins['median']:,.0f} tokens, longest {bins['longest']:,}." if bins else ""
 
 
 def fixed(value: float | None, decimals: int = 2) -> str:

@@ -1,4 +1,4 @@
-"""The commands that start the target's vLLM servers, as text to copy: for generation, for extraction, with a draft."""
+"""The commands that start the target's servers, as text to copy: for generation, for extraction, with a draft."""
 
 import json
 import shlex
@@ -51,10 +51,22 @@ def extraction_flags(spool: str, aux_layers: tuple[int, ...], layers: int, conne
 
 
 def draft_command(target: Target, port: int, draft_folder: str, draft_tokens: int) -> str:
-    """Serve the target with a trained draft."""
+    """Serve the target with a trained draft in vLLM."""
     speculative = {"method": "eagle3", "model": draft_folder, "num_speculative_tokens": draft_tokens}
     flags = ["--reasoning-parser", target.reasoning_parser] if target.reasoning_parser else []
     return _command(target, port, [*flags, "--speculative-config", json.dumps(speculative)])
+
+
+def sglang_command(target: Target, port: int, draft_folder: str, draft_tokens: int) -> str:
+    """Serve the target with a trained draft in SGLang: a chain of `draft_tokens`, as the draft was measured."""
+    words = [["python", "-m", "sglang.launch_server", "--model-path", target.model, "--port", str(port)]]
+    words += [["--trust-remote-code"]] if "--trust-remote-code" in target.server_flags else []
+    words += [["--tp-size", str(target.tensor_parallel)]] if target.tensor_parallel > 1 else []
+    words += [["--reasoning-parser", target.reasoning_parser]] if target.reasoning_parser else []
+    words += [["--speculative-algorithm", "EAGLE3"], ["--speculative-draft-model-path", draft_folder]]
+    words += [["--speculative-num-steps", str(draft_tokens)], ["--speculative-eagle-topk", "1"]]
+    words += [["--speculative-num-draft-tokens", str(draft_tokens + 1)]]  # SGLang counts the root as one
+    return " \\\n  ".join(" ".join(map(shlex.quote, line)) for line in words)
 
 
 def _command(target: Target, port: int, flags: list[str]) -> str:

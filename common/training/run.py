@@ -30,7 +30,7 @@ from common.target.protocol import Protocol, load_protocol
 from common.training.batches import PackOrder
 from common.training.checkpoint import checkpoints, load_checkpoint, prune, save_checkpoint
 from common.training.disk_budget import Follower, follow
-from common.training.held_out import HeldOut, bigram_floor, evaluate, sample_views
+from common.training.held_out import DRAFT_COST, HeldOut, bigram_floor, evaluate, sample_views
 from common.training.loggers import Loggers, other_runs
 from common.training.optimizer import DTYPES, check_pack_tokens, check_settings, make_optimizer
 from common.training.ranks import Ranks, in_parallel, is_sharded
@@ -296,4 +296,5 @@ class TrainingRun:
             "lengths": self.packs.index.length[train_rows].tolist(),
             "baselines": self.baselines,
             "chosen_step": chosen,
+            "draft_cost": DRAFT_COST,
         }

@@ -10,18 +10,19 @@ from safetensors.torch import load_file
 
 from common.export.engine_check import inspect
 from common.export.findings import SGLANG, VLLM, Findings
-from common.export.model_card import model_card, sglang_command
+from common.export.model_card import model_card
 from common.export.speculators_layout import write_speculators
 from common.pipeline.errors import UserError
 from common.pipeline.manifest import Manifest
 from common.pipeline.settings import Target
+from common.servers.commands import sglang_command
 from tests.support import tiny_training
 from tests.support.drafts import write_draft
 from tests.support.stages import only_error
 
 FLAGS = ("--eval-every", 1)
 KEEP = {"common.training.checkpoint.KEEP_CHECKPOINTS": 99}
-CARD_FACTS = {"chosen_step": 7, "draft": {}, "data": {}, "train": {"x": "a|b"}}
+CARD_FACTS = {"chosen_step": 7, "baselines": {}, "draft": {}, "data": {}, "train": {"x": "a|b"}}
 
 
 @pytest.fixture(scope="module")
@@ -70,7 +71,7 @@ def test_the_card_says_what_was_measured_and_how_to_serve(run):
 
 def test_a_card_for_the_hub_without_figures():
     target = Target("some/target", reasoning_parser="kimi_k2", tensor_parallel=8, server_flags=("--trust-remote-code",))
-    card = model_card(target, "draft", CARD_FACTS, {}, 3, Findings())
+    card = model_card(target, "draft", CARD_FACTS, {"walk": {}}, 3, Findings())
     assert card.startswith("---\nbase_model: some/target\n") and "Not measured" in card and "a\\|b" in card
     command = sglang_command(target, 8000, "draft", 3).replace("\\\n", " ")
     assert "--tp-size 8" in command and "--speculative-num-draft-tokens 4" in command
@@ -85,9 +86,12 @@ def test_the_card_commands_only_engines_that_serve_the_draft(run):
         findings = Findings()
         for engine in lacking:
             findings.error(engine, f"{engine} reads no such thing")
-        card = model_card(Target("some/target"), "draft", CARD_FACTS, {}, 3, findings)
+        card = model_card(Target("some/target"), "draft", CARD_FACTS, {"walk": {}}, 3, findings)
         assert printed(card) == findings.servable()
-        assert all(f"Not as it was trained: {engine} reads no such thing." in card for engine in lacking)
+        assert all(
+            f"It would not serve the draft as it was trained: {engine} reads no such thing." in card
+            for engine in lacking
+        )
 
 
 def printed(card: str) -> list[str]:

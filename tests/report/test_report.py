@@ -9,7 +9,7 @@ from html.parser import HTMLParser
 import pytest
 
 from common.report.plots import Line, line_chart
-from common.report.report import add_serving, fact, length_at, margin, smooth, thin, visible, write_report
+from common.report.report import fact, length_at, margin, smooth, thin, update_report, visible, write_report
 
 HOSTILE = '<script>alert("x")</script><img src=//evil.example/x onerror=alert(1)>'
 VOID = {"meta", "br"}
@@ -81,7 +81,8 @@ FULL_FACTS = {
     "target": HOSTILE,
     "draft": {"hidden_size": 576, HOSTILE: HOSTILE, "nested": {"a": [1, 2.5, None], "b": True}},
     "data": {"samples": 200},
-    "train": {"learning_rate": 1e-3, "draft_cost": 0.05},
+    "train": {"learning_rate": 1e-3},
+    "draft_cost": 0.05,
     "environment": {"torch": "2.8", "empty": {}},
     "lengths": [20, 500, 500, 1311],
     "baselines": {"untrained": evaluation(1.0), "bigram": evaluation(1.3)},
@@ -102,7 +103,7 @@ FULL_SAMPLES = [
 OTHERS = {f"run {HOSTILE}": [evaluation(1.9, step=40), evaluation(2.4, step=90)], "empty run": []}
 
 
-EMPTY_FACTS = {"title": "Empty", "target": "t", "draft": {}, "data": {}, "train": {"draft_cost": 0.05}}
+EMPTY_FACTS = {"title": "Empty", "target": "t", "draft": {}, "data": {}, "train": {}, "draft_cost": 0.05}
 EMPTY_FACTS |= {"environment": {}, "lengths": [], "baselines": {}, "chosen_step": 0}
 FULL = (FULL_FACTS, FULL_METRICS, FULL_SAMPLES, OTHERS)
 MINIMAL = (EMPTY_FACTS | {"chosen_step": 1}, [training(1), evaluation(step=1)], [{"id": "a", "tokens": []}], {})
@@ -128,7 +129,7 @@ def headline(page: str) -> str:
 def test_is_well_formed_and_self_contained(render, tmp_path, args):
     render(*args)
     if args is FULL:
-        assert add_serving(tmp_path, SERVING)
+        assert update_report(tmp_path, serving=SERVING)
     page = (tmp_path / "report.html").read_text("utf-8")
     tags = parsed(page)
     assert not tags.tags & {"script", "img", "link", "iframe", "object", "embed", "a", "image", "base"}
@@ -172,7 +173,7 @@ def test_nothing_held_out_is_dashes(render):
 
 def test_sections_stand_in_order(render, tmp_path):
     render(*FULL)
-    add_serving(tmp_path, SERVING)
+    update_report(tmp_path, serving=SERVING)
     titles = re.findall(r"<h2>([^<]*)</h2>", (tmp_path / "report.html").read_text())
     wanted = ["Acceptance length by number of draft tokens", "Charts", "Beside other runs", "On a running server"]
     assert titles == [*wanted, "Samples", "Facts"]
@@ -214,12 +215,12 @@ def test_equal_figures_give_an_equal_page(render, tmp_path):
 
 
 def test_the_page_is_rendered_from_the_file_alone_and_serving_stays(render, tmp_path):
-    assert add_serving(tmp_path, SERVING) is False, "no run's figures yet: no page"
+    assert update_report(tmp_path, serving=SERVING) is False, "no run's figures yet: no page"
     assert json.loads((tmp_path / "report.json").read_text())["serving"] == SERVING
     assert not (tmp_path / "report.html").exists()
     page = render(*MINIMAL)
     assert "On a running server" in page and "<td>with the draft</td><td>606.1</td>" in page
-    assert add_serving(tmp_path, SERVING | {"model": "another"}) is True
+    assert update_report(tmp_path, serving=SERVING | {"model": "another"}) is True
     again = (tmp_path / "report.html").read_text("utf-8")
     assert again == page.replace(", m: 64 questions", ", another: 64 questions")
 

@@ -160,7 +160,7 @@ def test_wrong_servers(tmp_path, questions):
 def test_the_report_gets_a_section_and_keeps_it(tmp_path, questions):
     folder = tmp_path / "04_draft"
     folder.mkdir()
-    facts = {"title": "t", "draft": {}, "data": {}, "train": {"draft_cost": 0.1}, "environment": {}, "lengths": []}
+    facts = {"title": "t", "draft": {}, "data": {}, "train": {}, "draft_cost": 0.1, "environment": {}, "lengths": []}
     facts |= {"baselines": {}, "chosen_step": 1}
     write_report(folder, facts, [], [], {})
     manifest = Manifest("04_draft", {})
