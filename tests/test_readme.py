@@ -112,7 +112,7 @@ def test_no_entry_of_the_tables_is_stale(monkeypatch):
 def test_a_new_command_is_noticed(tmp_path, monkeypatch):
     """An unknown program is neither exempt nor run; blocks say when their commands run at the same time."""
     (tmp_path / "new.md").write_text(f"## A\n```bash\n{TOGETHER}\ncurl x \\\n  y\nmake demolish\n```\n")
-    monkeypatch.setattr(documents, "REPOSITORY", tmp_path)
+    monkeypatch.setattr(documents, "ROOT", tmp_path)
     [block] = documents.blocks("new.md")
     assert block.together and block.section == "A" and block.commands == ["curl x    y", "make demolish"]
     for command in block.commands:

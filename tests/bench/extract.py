@@ -40,7 +40,8 @@ from common.pipeline.jsonl import JsonlParts  # noqa: E402
 from common.pipeline.manifest import Manifest  # noqa: E402
 from common.pipeline.settings import Extract, Target  # noqa: E402
 from common.target.protocol import load_protocol  # noqa: E402
-from common.target.sizes import read_sizes, read_tensors  # noqa: E402
+from common.target.sizes import read_sizes  # noqa: E402
+from common.target.tensors import read_tensors  # noqa: E402
 
 MODEL = "runs/smollm2-thinking"
 LENGTHS = (96, 160, 224, 320, 512)  # tokens of a sample, prompt included
@@ -219,7 +220,8 @@ def main() -> None:
 
 
 def with_server(work: Path, args) -> float:
-    from tests.end_to_end.stages import Run, printed_server
+    from tests.end_to_end.pipeline_run import Run
+    from tests.end_to_end.server import printed_server
 
     spool = (work / "spool").resolve()
     printed = Run(work / "run", "configs/demo.toml")("02", "--print-server-command", extractor="vllm", spool=spool)

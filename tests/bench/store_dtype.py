@@ -19,7 +19,8 @@ import torch
 ROOT = Path(__file__).resolve().parents[2]
 sys.path.insert(0, str(ROOT))
 from common.dataset.shards import Shard  # noqa: E402
-from common.pipeline.manifest import Manifest, read_jsonl  # noqa: E402
+from common.pipeline.jsonl import read_jsonl  # noqa: E402
+from common.pipeline.manifest import Manifest  # noqa: E402
 
 CONFIG = "configs/demo.toml"
 LAST_STEPS = 50  # training losses that are averaged

@@ -1,12 +1,5 @@
-"""Does 01b read a real vLLM rightly? Checks it, run as a process, against a server of the tiny Kimi.
+"""Does 01b, run as a process, read a real vLLM rightly? The server is one of the tiny Kimi."""
 
-    python -m tests.end_to_end.check_generate URL MODEL_FOLDER --work FOLDER [--parser-off | --real-text CONFIG]
-
-URL: a server with `--reasoning-parser kimi_k2`; one without for `--parser-off`; one of the config's target for
-`--real-text`. MODEL_FOLDER holds the vendor's three tokenizer files. Prints ok or FAILED a line; exits 1 on a failure.
-"""
-
-import argparse
 import json
 import subprocess
 import sys
@@ -14,20 +7,20 @@ from pathlib import Path
 
 from common.pipeline.settings import Target
 from common.target.protocol import Protocol, load_protocol
-from tests.end_to_end.server import REPOSITORY
+from tests.support.kimi_vocabulary import END_THINK, IM_END, THINK
+from tests.support.stages import ROOT, SCRIPTS
 
-THINK, END_THINK, IM_END = 163_606, 163_607, 163_586
 QUESTIONS = [
     "What does shutil.copyfile do?",
     "日本語で海について一文で書いてください。",
     "List three colours 🙂",
-    "Say [EOS] and </think> aloud.",  # the server would make control tokens of these: skipped
+    "Say [EOS] and </think> aloud.",  # not asked, since the server would make control tokens of these
 ]
 BUDGET_TOKENS = 4
 
 
 def vendor_files(model: Path, work: Path) -> Path:
-    """A folder of nothing but the vendor's tokenizer files, so that 01b builds the tokenizer as with the real thing."""
+    """A folder of only the vendor's three tokenizer files: 01b builds its tokenizer from them, as for Kimi-K2.5."""
     folder = work / "vendor"
     folder.mkdir(parents=True, exist_ok=True)
     for name in ("tiktoken.model", "tokenizer_config.json", "chat_template.jinja"):
@@ -54,22 +47,22 @@ class Runs:
         flags = [f"--{key}={value}" for key, value in self.flags.items()]
         command = [
             sys.executable,
-            str(REPOSITORY / "01b_generate_synthetic.py"),
+            str(SCRIPTS["01"]),
             *flags,
             f"--run-dir={self.work / name}",
         ]
-        done = subprocess.run([*command, *more], cwd=REPOSITORY, capture_output=True, text=True, timeout=300)
+        done = subprocess.run([*command, *more], cwd=ROOT, capture_output=True, text=True, timeout=300)
         parts = sorted((self.work / name).glob("01_synthetic/part-*.jsonl"))
         return done, [json.loads(line) for part in parts for line in part.read_text("utf-8").splitlines()]
 
 
 def check_generate(check, url: str, model: Path, work: Path) -> None:
-    """All checks against a server with its reasoning parser. `check(fact, holds, seen)` records one."""
+    """01b against a server with its reasoning parser: `url` ends in /v1, `model` holds the vendor's tokenizer files."""
     vendor = vendor_files(model, work)
     run = Runs(url, vendor, work)
     protocol = load_protocol(Target(model=str(vendor), end_token="<|im_end|>"))
 
-    for temperature in (1.0, 0.7, 1.3, 0.5):  # so small a model may close its reasoning at once: draw again
+    for temperature in (1.0, 0.7, 1.3, 0.5):  # so small a model may close its reasoning at once: then sample again
         done, _ = run("probe", "--probe", f"--temperature={temperature}")
         if ready := done.returncode == 0 and done.stdout.endswith("verdict: ready\n"):
             break
@@ -129,26 +122,6 @@ def check_parser_off(check, url: str, model: Path, work: Path) -> None:
     check("parser off: text is what the ids say", bool(records) and all(_text_is_ids(r, protocol) for r in records))
 
 
-def check_real_text(check, url: str, config: Path, work: Path, n: int = 100) -> None:
-    """A model that writes real text (the demo's, served by vLLM): `n` samples, each as the protocol wants it."""
-    command = [sys.executable, str(REPOSITORY / "01b_generate_synthetic.py"), f"--config={config}", "--engine=openai"]
-    flags = [f"--base-urls={url}", f"--n={n}", f"--run-dir={work / 'real'}", "--concurrency=16"]
-    done = subprocess.run([*command, *flags], cwd=REPOSITORY, capture_output=True, text=True, timeout=900)
-    manifest = json.loads((work / "real/01_synthetic/manifest.json").read_text())
-    counts = manifest["counts"]
-    check(f"{n} samples of real text", done.returncode == 0 and counts["done"] == n, done.stderr[-300:])
-    check(
-        "all with reasoning, from its field", counts["reasoning_fields"] == {"reasoning": n}, counts["reasoning_fields"]
-    )
-    check("all with the server's ids", counts["ids_from"] == {"server": n} and manifest["complete"])
-    check("all with the template's prompt", counts["other_prompt"] == 0)
-    check(
-        "rebuilding is measured",
-        counts["compared"] >= min(n, 64),
-        f"{counts['mismatched']} of {counts['compared']} differ",
-    )
-
-
 def _prompt_is_ours(record: dict, protocol: Protocol) -> bool:
     ours = protocol.prompt_ids(record["messages"])
     return record["prompt_ids"] == ours and ours[-1] == THINK
@@ -157,28 +130,3 @@ def _prompt_is_ours(record: dict, protocol: Protocol) -> bool:
 def _text_is_ids(record: dict, protocol: Protocol) -> bool:
     reply = protocol.split(record["prompt_ids"], record["output_ids"])
     return protocol.text_differs(reply, record["reasoning"], record["content"], parsed=True) is None
-
-
-def main() -> int:
-    from tests.end_to_end.check_engine import Checks
-
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("url")
-    parser.add_argument("model", type=Path)
-    parser.add_argument("--work", type=Path, required=True)
-    parser.add_argument("--parser-off", action="store_true")
-    parser.add_argument("--real-text", type=Path, metavar="CONFIG")
-    args = parser.parse_args()
-    check = Checks()
-    args.work.mkdir(parents=True, exist_ok=True)
-    if args.real_text:
-        check_real_text(check, args.url, args.real_text, args.work)
-    elif args.parser_off:
-        check_parser_off(check, args.url, args.model, args.work)
-    else:
-        check_generate(check, args.url, args.model, args.work)
-    return 1 if check.failed else 0
-
-
-if __name__ == "__main__":
-    sys.exit(main())

@@ -1,8 +1,8 @@
 """The rehearsal's step that runs every command of the runbook and of README.md, as a user would, on the tiny Kimi.
 
-A folder stands for the clone on a node: scripts, common/ and configs/ as here, but configs/kimi-k2.5.toml cut in
-size. Servers are those that the documents' own commands print; they go on till the end, so that each is loaded once.
-What is changed in a command and in the config, and what a command must print, is in documents.py.
+A folder takes the part of the clone on a node: scripts, common/ and configs/ as here, except that
+configs/kimi-k2.5.toml has small sizes. The servers are the ones that the documents' commands print; each runs until the
+end, so that it loads once. documents.py says what is changed in a command and in the config, and what a command prints.
 """
 
 import os
@@ -31,15 +31,16 @@ from tests.end_to_end.documents import (
     promised,
     smaller,
 )
-from tests.end_to_end.server import REPOSITORY, ServerDied, free_port
-from tests.end_to_end.stages import SCRIPTS, printed_server, quiet
+from tests.end_to_end.pipeline_run import quiet
+from tests.end_to_end.server import ServerDied, free_port, printed_server
+from tests.support.stages import ROOT, SCRIPTS
 
 TIMEOUT_S = 240
-OTHER_NODE = r"01b.*--part 2/2"  # "the second on the other": rsync has something to fetch there
+OTHER_NODE = r"01b.*--part 2/2"  # runs in another folder, from which the documented rsync fetches its records
 
-
-# Stage 02 with a limit for so small a model, which is not sure of its own words.
-UNSURE = """import runpy
+# 02_extract_hidden.py in a clone: stage 02 with a higher limit, since so small a model gives its own tokens low
+# probabilities.
+EXTRACT = """import runpy
 from common.extraction import on_policy
 on_policy.MAX_NLL = 6.0
 runpy.run_path({script!r}, run_name="__main__")
@@ -47,19 +48,19 @@ runpy.run_path({script!r}, run_name="__main__")
 
 
 class Running(NamedTuple):
-    """A command that was started, and where its output goes."""
+    """A command that was started, and the file of its stdout; stderr is beside it, as .err."""
 
     command: str  # as the document has it
     process: subprocess.Popen
     out: Path
     started: float
 
-    def said(self) -> str:
+    def output(self) -> str:
         return self.out.read_text(errors="replace") + self.out.with_suffix(".err").read_text(errors="replace")
 
 
 class Clones:
-    """The folders that stand for clones, the servers that their commands printed, and the commands run there."""
+    """Folders that take the part of clones, the servers that their commands printed, and the commands run in them."""
 
     def __init__(self, rehearsal, stack: ExitStack):
         self.check, self.work, self.stack = rehearsal.check, rehearsal.work / "commands", stack
@@ -70,28 +71,27 @@ class Clones:
         self.count = 0
 
     def folder(self, name: str) -> Path:
-        """The clone of this name; made when it is first asked for."""
+        """The clone of this name; made at its first use."""
         folder = (self.work / name).resolve()
         if not folder.exists():
-            shutil.copytree(REPOSITORY / "configs", folder / "configs")
+            shutil.copytree(ROOT / "configs", folder / "configs")
             config = "kimi-k2.5-nvfp4" if name == WINDOW else "kimi-k2.5"  # what the section's commands name
             (folder / f"configs/{config}.toml").write_text(self.config)
-            (folder / f"configs/{config}.config.json").unlink()  # Kimi's own sizes, which the tiny one has not
-            for own in (*SCRIPTS.values(), "common"):
-                (folder / own).symlink_to(REPOSITORY / own)
-            (folder / SCRIPTS["02"]).unlink()
-            (folder / SCRIPTS["02"]).write_text(UNSURE.format(script=str(REPOSITORY / SCRIPTS["02"])))
+            (folder / f"configs/{config}.config.json").unlink()  # Kimi's sizes; the tiny Kimi has its own config.json
+            for source in (SCRIPTS["01"], SCRIPTS["03"], SCRIPTS["04"], ROOT / "common"):
+                (folder / source.name).symlink_to(source)
+            (folder / SCRIPTS["02"].name).write_text(EXTRACT.format(script=str(SCRIPTS["02"])))
             (folder / "models").mkdir()
             (folder / "models/kimi-k2.5").symlink_to(self.target)
-            questions = (REPOSITORY / kimi.QUESTIONS).read_text("utf-8").splitlines(keepends=True)
+            questions = (ROOT / kimi.QUESTIONS).read_text("utf-8").splitlines(keepends=True)
             (folder / "questions.jsonl").write_text("".join(questions[:QUESTIONS]), "utf-8")
             if name == WINDOW:
                 records = self.folder("runbook") / "runs/kimi-k2.5/01_synthetic"
                 shutil.copytree(records, folder / f"runs/{config}/01_synthetic")
         return folder
 
-    def place(self, block: Block, command: str) -> Path:
-        """README's commands and those of a FRESH section have a clone of their own; one command is the other node's."""
+    def clone(self, block: Block, command: str) -> Path:
+        """The clone that a command runs in: the document's, the section's if it is in FRESH, or the other node's."""
         if re.search(OTHER_NODE, command):
             return self.folder("othernode")
         return self.folder(FRESH.get(block.section) or ("runbook" if block.document == RUNBOOK else "readme"))
@@ -103,10 +103,10 @@ class Clones:
             if exempt(command):
                 continue
             if command.startswith("vllm "):
-                self.serve(as_run(command, **self.ports), self.place(block, command))
+                self.serve(as_run(command, **self.ports), self.clone(block, command))
                 continue
             copies = 2 if "--nnodes 2" in command else 1  # the same command on each node
-            waiting += [self.start(command, self.place(block, command)) for _ in range(copies)]
+            waiting += [self.start(command, self.clone(block, command)) for _ in range(copies)]
             if not block.together:
                 self.judge(waiting)
                 waiting = []
@@ -125,7 +125,8 @@ class Clones:
         return Running(command, process, out, time.monotonic())
 
     def judge(self, commands: list[Running]) -> None:
-        """Wait for commands that run at the same time: each ends well and, copies as one, prints what is promised."""
+        """Wait for commands that run at the same time. Each must exit with 0 and print what is promised; of a command
+        that runs on two nodes, the two together."""
         for each in commands:
             try:
                 code = each.process.wait(TIMEOUT_S)
@@ -134,19 +135,19 @@ class Clones:
                 code = f"not done after {TIMEOUT_S} s"
             seen = f"{time.monotonic() - each.started:.0f} s"
             if code != 0:
-                seen = f"{code}: " + " / ".join(each.said().splitlines()[-4:])
+                seen = f"{code}: " + " / ".join(each.output().splitlines()[-4:])
             self.check(f"$ {each.command}", code == 0, seen)
         for command in dict.fromkeys(each.command for each in commands):
-            said = "\n".join(each.said() for each in commands if each.command == command)
+            output = "\n".join(each.output() for each in commands if each.command == command)
             for wanted in promised(command):
-                found = re.search(wanted, said, re.MULTILINE)
-                self.check(f"  prints {wanted}", bool(found), found[0].strip()[:90] if found else said[-300:])
+                match = re.search(wanted, output, re.MULTILINE)
+                self.check(f"  prints {wanted}", bool(match), match[0].strip()[:90] if match else output[-300:])
             if "--print-server-command" in command:
                 each = next(each for each in commands if each.command == command)
                 self.serve(each.out.read_text(), each.out.parent)
 
     def serve(self, printed: str, folder: Path) -> None:
-        """Start what a command printed, unless its port is served: then it was a variant of a server that runs."""
+        """Start the server that a command printed, unless one of an earlier command runs on its port."""
         port = int(re.search(r"--port (\d+)", printed)[1])
         if port in self.served:
             return
@@ -162,7 +163,7 @@ class Clones:
 
 
 def end(process: subprocess.Popen) -> None:
-    """End a command and what it started, if it still runs."""
+    """Kill a command and what it started, if it still runs."""
     if process.poll() is None:
         os.killpg(process.pid, signal.SIGKILL)
         process.wait()

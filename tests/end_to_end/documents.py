@@ -1,33 +1,43 @@
 """The commands of README.md, of the runbook and of configs/README.md, and what the rehearsal changes in them.
 
-Every command runs as it stands, but for REWRITES; what cannot run here is EXEMPT; both say why. Sizes are cut in the
-config (EDITS), and there are few questions, so that `--n 10000` stands. What a command must print, because the document
-says so, is in PROMISES. tests/test_readme.py holds these tables to the documents, both ways.
+Every documented command runs. It runs as it is written, except for the changes in REWRITES; a command that cannot run
+here is in EXEMPT; each entry of both says why. Sizes are cut in the config (EDITS), and there are few questions, so
+that `--n 10000` need not be changed. PROMISES says what a command must print because the document says so.
+tests/test_readme.py checks that every command is covered by these tables and that no entry of them is unused.
+
+A command on its way, with PROMISES' pattern `--without-draft`:
+
+    in the document   python 04_train.py --serve-eval http://localhost:8000 --without-draft http://localhost:8001
+    as_run()          python 04_train.py --serve-eval http://localhost:41873 --without-draft http://localhost:39211
+    must print        a line that matches `^ *speed-up +\\d`
+
+To document a new command: write it into a bash block. If the test then asks for it, add a row to PROMISES (what a user
+should see), and a row to REWRITES if the command names GPUs, ports or machines that do not exist here.
 """
 
 import re
 from collections.abc import Iterator
-from pathlib import Path
 from typing import NamedTuple
 
-REPOSITORY = Path(__file__).resolve().parents[2]
+from tests.support.stages import ROOT
+
 README, RUNBOOK, CONFIGS = "README.md", "configs/GPU_NODE.md", "configs/README.md"
-TOGETHER = "# side by side"  # first line of a block: its commands run at the same time
-# Sections that need another run folder than the day's own, and the name of their clone; WINDOW starts with its records.
+TOGETHER = "# side by side"  # as first line of a block: its commands run at the same time
+# Sections whose commands run in a clone of their own, and its name. WINDOW's clone starts with the runbook's records.
 NODES, WINDOW = "node0", "window"
 FRESH = {"Several nodes": NODES, "A disk budget for the states": WINDOW}
-PROGRAMS = {"python", "torchrun", "vllm", "hf", "cp", "df", "dd", "rm"}  # what a command may start with, as it is run
+PROGRAMS = {"python", "torchrun", "vllm", "hf", "cp", "df", "dd", "rm"}  # first words of commands, after REWRITES
 
-EXEMPT = {  # a whole command: why no step runs it
-    r"make demo": "ten minutes; the tests run its config's four stages in small",
-    r"make test": "runs the tests, this one among them",
-    r"make rehearse": "is what runs this",
+EXEMPT = {  # pattern of a whole command: why the rehearsal does not run it
+    r"make demo": "takes ten minutes; the tests run all four stages with its config on few samples",
+    r"make test": "runs the tests, among them the one that reads this table",
+    r"make rehearse": "is the rehearsal itself",
     r"nvidia-smi": "there is no GPU",
-    r"python 04_train\.py --export-format speculators": "no MLA draft has that layout; the fast tests write it",
+    r"python 04_train\.py --export-format speculators": "that layout has no MLA drafts; tests/export writes it",
     r"pip install --constraint constraints.txt --editable \.": "is what `make` does first",
 }
 
-REWRITES = [  # (part of a command, what stands there when it is run, why)
+REWRITES = [  # (pattern in a command, its replacement when the command runs, why); {} are ports of this rehearsal
     (r"(--nnodes 2 --nproc-per-node) 8", r"\1 1", "two nodes of one CPU rank each"),
     (
         r"(CUDA_VISIBLE_DEVICES=\S+ )?torchrun --nproc-per-node [48]",
@@ -36,18 +46,26 @@ REWRITES = [  # (part of a command, what stands there when it is run, why)
     ),
     (r"(--extract-urls http://localhost:)8001", r"\g<1>{extraction_port}", "where the extraction server listens"),
     (r"node0:29500", "localhost:{rendezvous_port}", "both nodes are this machine"),
-    (r"rsync -a othernode:kimi-eagle3/(\S+) ", r"cp -a ../othernode/\1. ", "the other node is the folder beside it"),
-    (r"(hf download) .*", r"\1 --help", "595 GB; that the command and its flag exist can be seen without"),
+    (
+        r"rsync -a othernode:kimi-eagle3/(\S+) ",
+        r"cp -a ../othernode/\1. ",
+        "the other node is a folder beside this one",
+    ),
+    (r"(hf download) .*", r"\1 --help", "595 GB; --help shows that the command and its flag exist"),
     (r"count=256 oflag=direct", "count=2", "16 GB; and not every file system takes direct writes"),
-    (r"vllm serve moonshotai/Kimi-K2.5", "vllm serve models/kimi-k2.5", "the tiny Kimi lies there, as step 0 says"),
+    (
+        r"vllm serve moonshotai/Kimi-K2.5",
+        "vllm serve models/kimi-k2.5",
+        "where the tiny Kimi is, as after the runbook's step 0",
+    ),
     (r"(vllm serve .*)--tensor-parallel-size 8", r"\1", "two cores"),
-    (r"(vllm serve .*--port) 8000", r"\1 {draft_port}", "8000 may be taken, and the other servers go on"),
+    (r"(vllm serve .*--port) 8000", r"\1 {draft_port}", "the other servers still run, and 8000 may be in use"),
     (r"(--serve-eval http://localhost:)8000", r"\g<1>{draft_port}", "where the server above listens"),
     (r"(--without-draft http://localhost:)8001", r"\g<1>{generation_port}", "the target alone, which 01b asked"),
-    (r"(runs/\S+/checkpoints)/step-00000200", r"\1/$(ls \1 | head -1)", "few steps are taken here"),
+    (r"(runs/\S+/checkpoints)/step-00000200", r"\1/$(ls \1 | head -1)", "training ends before step 200 here"),
 ]
 
-PROMISES = [  # (part of a command, what it must print, each a regular expression)
+PROMISES = [  # (pattern in a command as documented, patterns of what it must print)
     (r"01b.*--print-server-command", [r"^vllm serve models/kimi-k2\.5 --port \d+", "--reasoning-parser kimi_k2"]),
     (r"01b.*--context-tokens 65536 --print", ["--max-model-len 65536"]),
     (r"02.*--print-server-command", [r"vllm serve models/kimi-k2\.5 --port \d+", "extract_hidden_states"]),
@@ -75,10 +93,10 @@ EDITS = {  # settings of configs/kimi-k2.5.toml, as TOML; {} are folders and por
     "tensor_parallel": "1",
     "dataset": '"questions.jsonl"',
     "base_urls": '["http://localhost:{generation_port}/v1"]',
-    "temperature": "0.0",  # so small a model is sure of its greedy words only, and 02 asks how sure it is
+    "temperature": "0.0",  # 02 checks how likely the replies are, and so small a model gives others low probabilities
     "max_tokens": "24",
     "context_tokens": "2048",
-    "outage_s": "20.0",  # a server that is not there must not take the time of the rest
+    "outage_s": "20.0",  # commands that meet no server must fail soon
     "extract_urls": '["http://localhost:{extraction_port}/v1"]',
     "aux_layers": "[1, 3, 5]",
     "max_tokens_per_sample": "512",
@@ -108,7 +126,7 @@ class Block(NamedTuple):
 
 def blocks(document: str) -> Iterator[Block]:
     """The document's bash blocks in its order, continued lines joined, comments left out."""
-    text = (REPOSITORY / document).read_text("utf-8")
+    text = (ROOT / document).read_text("utf-8")
     section = ""
     for heading, body in re.findall(r"^## ([^\n]+)$|^```bash\n(.*?)^```", text, re.DOTALL | re.MULTILINE):
         section = heading or section
@@ -120,7 +138,7 @@ def blocks(document: str) -> Iterator[Block]:
 
 def inline_commands(document: str) -> list[str]:
     """Whole commands in the running text: `python 01b_generate_synthetic.py --n 10000`, `make demo`."""
-    text = re.sub(r"^```.*?^```", "", (REPOSITORY / document).read_text("utf-8"), flags=re.DOTALL | re.MULTILINE)
+    text = re.sub(r"^```.*?^```", "", (ROOT / document).read_text("utf-8"), flags=re.DOTALL | re.MULTILINE)
     return re.findall(r"`((?:python|torchrun|make) [^`]+)`", text)
 
 
@@ -130,21 +148,21 @@ def exempt(command: str) -> str | None:
 
 
 def as_run(command: str, **ports: int) -> str:
-    """The command as the rehearsal runs it."""
+    """The command as the rehearsal runs it: each row of REWRITES applied, in order."""
     for pattern, replacement, _ in REWRITES:
         command = re.sub(pattern, replacement.format(**ports), command)
     return command
 
 
 def promised(command: str) -> list[str]:
-    """What the command, as it is written in the document, must print."""
-    return [said for pattern, expected in PROMISES if re.search(pattern, command) for said in expected]
+    """Patterns of what a command, as the document has it, must print."""
+    return [line for pattern, expected in PROMISES if re.search(pattern, command) for line in expected]
 
 
-def smaller(config: str, **places: object) -> str:
-    """The config with EDITS in place of its values, each of which must be there exactly once."""
+def smaller(config: str, **folders_and_ports: object) -> str:
+    """The config with the values of EDITS; each of their keys must be in it exactly once."""
     for key, value in EDITS.items():
-        line = f"{key} = {value.format(**places)}"
-        config, found = re.subn(rf"^{key} = .*$", lambda _, line=line: line, config, flags=re.MULTILINE)
-        assert found == 1, f"{key} stands {found} times in the config"
+        line = f"{key} = {value.format(**folders_and_ports)}"
+        config, count = re.subn(rf"^{key} = .*$", lambda _, line=line: line, config, flags=re.MULTILINE)
+        assert count == 1, f"{key} is {count} times in the config"
     return config + SERVING

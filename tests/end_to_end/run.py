@@ -2,11 +2,11 @@
 
     python -m tests.end_to_end.run [--work runs/rehearse] [--only STEP ...]
 
-Two targets: SmolLM2 (a real language model) and the tiny Kimi-K2.5 (Kimi's own config file, vocabulary, model class).
-Each is asked, extracted, trained on, and served with its draft by vLLM 0.32's CPU build; what the pipeline says of
-itself is held against what the engine does. Exits 1 when anything does not hold.
-Two steps run at a time, each in a process and with its engines on a core of its own: an engine's start, which is most
-of the time, is the work of one thread.
+There are two targets: SmolLM2, a real language model, and the tiny Kimi-K2.5, which has Kimi's config file, vocabulary
+and model class. Each goes through all four stages, and vLLM 0.32's CPU build serves it, alone and with its draft. What
+the pipeline reports is compared with what the engine does. Exits 1 when a check fails.
+Two steps run at a time. Each has a process and a core of its own for its engines, since starting an engine, which takes
+most of the time, is the work of one thread.
 The last line is for scripts: passed= failed= engine_acceptance= offline_acceptance= seconds=
 """
 
@@ -25,12 +25,12 @@ from typing import NamedTuple
 import transformers
 
 from tests.end_to_end import commands, kimi, smollm2
-from tests.end_to_end.check_engine import Checks
-from tests.end_to_end.server import REPOSITORY
+from tests.end_to_end.checks import Checks
+from tests.support.stages import ROOT
 
 
 class Rehearsal:
-    """What a step has: the work folder, a spool of its own, its checks, its rows of the table, and figures by name."""
+    """What a step is given: the work folder, a spool and checks of its own. It adds rows to the table, and figures."""
 
     def __init__(self, work: Path, step: str):
         self.work, self.check = work, Checks(step)
@@ -39,22 +39,22 @@ class Rehearsal:
         self.figures: dict[str, float] = {}
 
     def note(self, what: str, figure: str) -> None:
-        """A row of the table at the end."""
+        """Add a row to the table at the end, and print it now."""
         self.rows.append((what, figure))
         self.check.say(f"       {what}: {figure}")
 
 
 class Step(NamedTuple):
-    """A step, and those that it builds on."""
+    """A step, and the names of the steps whose results it needs."""
 
     run: Callable[[Rehearsal], None]
     after: tuple[str, ...] = ()
 
 
-STEPS = {  # of those that may start the first does: long chains come first, so that neither core waits at the end
+STEPS = {  # the first step that may start does: long chains stand first, so that no core is idle at the end
     "kimi-build": Step(kimi.build),
     "kimi-chat": Step(kimi.chat, ("kimi-build",)),
-    "smollm2-generate": Step(smollm2.generate, ("kimi-chat",)),  # asks its server for the tiny Kimi's records, too
+    "smollm2-generate": Step(smollm2.generate, ("kimi-chat",)),  # its server is shown the tiny Kimi's records too
     "kimi-extract": Step(kimi.extract, ("kimi-chat",)),
     "kimi-train": Step(kimi.train, ("kimi-extract",)),
     "kimi-serve": Step(kimi.serve, ("kimi-train",)),
@@ -67,7 +67,7 @@ STEPS = {  # of those that may start the first does: long chains come first, so 
 
 
 class Outcome(NamedTuple):
-    """What a step found."""
+    """The checks of a step that has ended, its rows and its figures."""
 
     passed: int
     failed: int
@@ -76,13 +76,13 @@ class Outcome(NamedTuple):
 
 
 def perform(work: Path, name: str) -> Outcome:
-    """One step, in a worker's process."""
+    """Run one step, in a worker's process."""
     rehearsal, begun = Rehearsal(work, name), time.monotonic()
     check = rehearsal.check
     check.say("begins")
     try:
         STEPS[name].run(rehearsal)
-    except Exception as error:  # one broken step must not hide what the others find
+    except Exception as error:  # the other steps run on, whatever breaks one of them
         check.say(traceback.format_exc())
         check(f"{name} runs to its end", False, f"{type(error).__name__}: {error}".splitlines()[0])
     rehearsal.rows.append((f"seconds of {name}", f"{time.monotonic() - begun:.0f}"))
@@ -90,15 +90,15 @@ def perform(work: Path, name: str) -> Outcome:
 
 
 def take_core(cores) -> None:
-    """A worker's start: the engines that it starts, all of them children of this process, compute on this core."""
+    """Runs when a worker starts. Its engines, all children of this process, compute on the core that it takes."""
     os.environ["VLLM_CPU_OMP_THREADS_BIND"] = str(cores.get())
 
 
 def run_steps(work: Path, names: list[str]) -> dict[str, Outcome]:
-    """Two steps at a time, each after those of `names` that it builds on; in the order of STEPS."""
+    """Run two steps at a time, each after the steps of `names` that it needs. Outcomes are in STEPS' order."""
     waiting, running, done = [name for name in STEPS if name in names], {}, {}
     cores = sorted(os.sched_getaffinity(0))[:2]
-    forked = multiprocessing.get_context("fork")  # no thread was started yet, and all is imported
+    forked = multiprocessing.get_context("fork")  # safe: no thread runs yet. Workers need not import again
     queue = forked.SimpleQueue()
     for core in cores:
         queue.put(core)
@@ -118,19 +118,20 @@ def run_steps(work: Path, names: list[str]) -> dict[str, Outcome]:
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--work", type=Path, default=Path("runs/rehearse"))
-    parser.add_argument("--only", nargs="+", choices=STEPS, help="these steps, on what earlier ones left in the folder")
+    parser.add_argument("--only", nargs="+", choices=STEPS, help="only these steps, on what others left in the folder")
     args = parser.parse_args()
     transformers.logging.set_verbosity_error()
     transformers.logging.disable_progress_bar()
     if not args.only:
         shutil.rmtree(args.work, ignore_errors=True)
-    (REPOSITORY / args.work).mkdir(parents=True, exist_ok=True)
+    (ROOT / args.work).mkdir(parents=True, exist_ok=True)
     started = time.monotonic()
-    found = run_steps(args.work, args.only or list(STEPS))
-    return report(found, time.monotonic() - started)
+    outcomes = run_steps(args.work, args.only or list(STEPS))
+    return report(outcomes, time.monotonic() - started)
 
 
 def report(steps: dict[str, Outcome], seconds: float) -> int:
+    """Print the table and the last line; returns the exit code."""
     rows = [row for outcome in steps.values() for row in outcome.rows]
     width = max(len(what) for what, _ in rows)
     print("\n== what was measured")

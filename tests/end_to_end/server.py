@@ -1,16 +1,18 @@
-"""A real vLLM server as a context manager, for tests that serve, kill and restart one. Standard library only.
+"""A real vLLM server as a context manager, for tests that serve, kill and restart one.
 
     with VllmServer(model, work / "vllm.log", "--language-model-only", "--reasoning-parser", "kimi_k2") as server:
         urlopen(server.base_url + "/v1/models")
 
 vLLM needs another environment than ours (its transformers is older), so the server is `.venv-vllm/bin/python`, or what
-KIMI_EAGLE3_VLLM_PYTHON names. The server, its engine and its workers form one process group; whatever becomes of the
-test that started it, SIGKILL included, a guard process ends that group.
+KIMI_EAGLE3_VLLM_PYTHON names. The server, its engine and its workers form one process group. A guard process ends that
+group when the test that started the server ends, even by SIGKILL.
 """
 
 import contextlib
 import http.client
+import json
 import os
+import shlex
 import signal
 import socket
 import subprocess
@@ -20,21 +22,27 @@ import urllib.error
 import urllib.request
 from pathlib import Path
 
-REPOSITORY = Path(__file__).resolve().parents[2]
-VLLM_PYTHON = Path(os.environ.get("KIMI_EAGLE3_VLLM_PYTHON", REPOSITORY / ".venv-vllm/bin/python"))
+from tests.support.stages import ROOT
+
+VLLM_PYTHON = Path(os.environ.get("KIMI_EAGLE3_VLLM_PYTHON", ROOT / ".venv-vllm/bin/python"))
 START_TIMEOUT_S = 300
 STOP_TIMEOUT_S = 20
+WRITE_DELAY_S = 0.05  # each state file comes this much later than the answer: a client that does not wait must fail
+CONNECTOR = {  # vLLM's own needs CUDA; this subclass of it replaces one method (cpu_connector.py)
+    "kv_connector": "CpuHiddenStatesConnector",
+    "kv_connector_module_path": "tests.end_to_end.cpu_connector",
+}
 LOG_TAIL_LINES = 30
 
 ENVIRONMENT = {
     "VLLM_CPU_KVCACHE_SPACE": "1",  # GiB
     "VLLM_NO_USAGE_STATS": "1",
     "HF_HUB_OFFLINE": "1",
-    "PYTHONPATH": str(REPOSITORY),  # for kv_connector_module_path = tests.end_to_end.cpu_connector
+    "PYTHONPATH": str(ROOT),  # for kv_connector_module_path = tests.end_to_end.cpu_connector
 }
 FLAGS = ["--dtype", "bfloat16", "--enforce-eager", "--max-model-len", "2048", "--max-num-seqs", "16"]
 
-# Reads until end of file, which comes when its parent has gone or let go, and then ends the server's process group.
+# Reads until end of file, which comes when its parent ends, and then kills the server's process group.
 GUARD = "import os, sys; sys.stdin.read(); os.killpg(int(sys.argv[1]), 9)"
 
 
@@ -43,7 +51,7 @@ class ServerDied(RuntimeError):
 
 
 class VllmServer:
-    """Serves `model` on a free local port, or this one, kept over restarts; `flags` beat the defaults above."""
+    """Serves `model` on `port` or a free local one, the same after restarts; `flags` come after FLAGS and beat them."""
 
     def __init__(self, model: Path, log: Path, *flags: str, env: dict[str, str] | None = None, port: int | None = None):
         self.log = Path(log)
@@ -148,6 +156,37 @@ class VllmServer:
         self.guard.wait()
         self.guard.stdin.close()
         self.guard = None
+
+
+def printed_server(
+    printed: str,
+    log: Path,
+    *flags: str,
+    delay_s: float = WRITE_DELAY_S,
+    folder: Path = ROOT,
+    port: int | None = None,
+) -> VllmServer:
+    """The server that a stage's `--print-server-command` describes, with another port and the CPU connector.
+
+    `folder`: where a user would type the command, for a model given as a relative path; `port`: a free one if None.
+    """
+    lines = "\n".join(line for line in printed.splitlines() if not line.startswith("#"))
+    words = shlex.split(lines.replace("\\\n", " "))  # shlex knows no continued lines
+    start = words.index("serve")
+    env = dict(word.split("=", 1) for word in words[: start - 1])
+    model, given = words[start + 1], words[start + 2 :]
+    at = given.index("--port")
+    del given[at : at + 2]
+    if "--kv-transfer-config" in given:
+        at = given.index("--kv-transfer-config") + 1
+        transfer = json.loads(given[at])
+        transfer["kv_connector_extra_config"]["write_delay_s"] = delay_s
+        given[at] = json.dumps(transfer | CONNECTOR)
+    ranks = int(given[given.index("--tensor-parallel-size") + 1]) if "--tensor-parallel-size" in given else 1
+    if ranks > 1:  # a core each, in place of the step's own
+        env["VLLM_CPU_OMP_THREADS_BIND"] = "|".join(map(str, range(ranks)))
+    env["OMP_WAIT_POLICY"] = "PASSIVE"
+    return VllmServer((folder / model).resolve(), log.resolve(), *given, *flags, env=env, port=port)
 
 
 def free_port() -> int:

@@ -10,7 +10,7 @@ from common.dataset.stream import Stream
 from common.extraction.local_extractor import LocalExtractor
 from common.pipeline.settings import Extract, Target
 from tests.end_to_end import kimi
-from tests.end_to_end.acceptance import (
+from tests.end_to_end.check_draft import (
     check_acceptance,
     check_lossless,
     check_ties,
@@ -19,8 +19,7 @@ from tests.end_to_end.acceptance import (
     held_out_records,
     row_of,
 )
-from tests.end_to_end.broken_exports import check_broken_exports
-from tests.end_to_end.extraction import (
+from tests.end_to_end.check_extraction import (
     CHUNKED,
     SAME,
     check_killed_server,
@@ -29,15 +28,17 @@ from tests.end_to_end.extraction import (
     extraction_server,
     left,
 )
-from tests.end_to_end.server import REPOSITORY
-from tests.end_to_end.stages import Run, printed_server, run_distance
+from tests.end_to_end.pipeline_run import Run
+from tests.end_to_end.server import printed_server
+from tests.end_to_end.state_distance import run_distance
+from tests.support.stages import ROOT
 
 MODEL, CONFIG = "runs/smollm2-thinking", "configs/demo.toml"
 SAMPLES, MAX_TOKENS = 120, 128
 AUX, DEPTH = (2, 15, 27), 30
 K = 3
-EXACT = "float32"  # where it is held against the engine token by token: in bf16 every other reply meets a tie
-# No thinking budget: it would write a token that a plain engine does not, and the streams would part there.
+EXACT = "float32"  # the servers' type where tokens are compared one by one: in bf16 every other reply meets a tie
+# Without a thinking budget, whose closing token an engine without the budget would not write.
 GREEDY = {"engine": "openai", "temperature": 0, "top_p": 1, "thinking_budget": 0, "max_tokens": MAX_TOKENS}
 GREEDY |= {"context_tokens": 1024, "concurrency": 16}
 DATASET = {"draft_vocab_size": 4096, "holdout_share": 0.2, "sample_tokens": 512}
@@ -63,7 +64,7 @@ def generate(rehearsal) -> None:
 
 
 def refuse_generation_server(rehearsal, url: str) -> None:
-    """Stage 02 asks a server that extracts nothing, and one of another model."""
+    """Stage 02 refuses a server that extracts nothing, and a server of another model."""
     flags = {"extract_urls": url, "spool": rehearsal.spool, "max_tokens_per_sample": 512}
     wrong = copy_of(the_run(rehearsal), the_run(rehearsal, "smollm2-refused"))
     check_refused(rehearsal.check, "a server that extracts nothing", wrong, "no hidden_states_path", **flags)
@@ -104,7 +105,7 @@ def extract(rehearsal) -> None:
 
 
 def reference_states(prompts: list[list[int]]) -> list:
-    """transformers' states at every layer's input and before the final norm, [31, T, H] a prompt, each alone."""
+    """transformers' states at every layer's input and before the final norm, [31, T, H] a prompt, each prompt alone."""
     extractor = LocalExtractor(Target(model=MODEL), Extract(batch_tokens=1), tuple(range(DEPTH)), "cpu")
     streams = [Stream(str(i), array("i", ids), array("B", bytes(len(ids)))) for i, ids in enumerate(prompts)]
     found = {int(stream.id): states for stream, states in extractor.states(streams)}
@@ -128,11 +129,10 @@ def train(rehearsal) -> None:
 def serve(rehearsal) -> None:
     run, check = the_run(rehearsal), rehearsal.check
     export = run.folder / "04_draft" / "export"
-    check_broken_exports(check, export, run.folder)
     records = held_out_records(run)
     prompts = [record["prompt_ids"] for record in records]
     with_draft = {"draft": str(export.resolve()), "k": K}
-    target = REPOSITORY / MODEL
+    target = ROOT / MODEL
     plain, drafted = decode(run, "serve", target, prompts, MAX_TOKENS, [None, with_draft], dtype=EXACT)
     check_lossless(check, "SmolLM2", records, plain["outputs"], drafted["outputs"])
     model = AutoModelForCausalLM.from_pretrained(target, dtype=torch.float32).eval()

@@ -1,7 +1,7 @@
-"""Extraction from a real vLLM: states against transformers' own, layer by layer; a server killed; wrong servers.
+"""Extraction from a real vLLM: its states against transformers', layer by layer; a killed server; wrong servers.
 
-Prompts go through stage 02's own client: alone, all at once, in reverse, and two that share 512 tokens; one of 500
-tokens is prefilled in chunks of 128.
+The prompts go through stage 02's own client: alone, all at once, in reverse order. Two of them share 512 tokens; one of
+500 tokens is prefilled in chunks of 128.
 """
 
 import json
@@ -19,18 +19,19 @@ from common.extraction.extractor import ExtractError
 from common.extraction.vllm_extractor import VllmExtractor
 from common.pipeline.settings import Extract, Target
 from common.target.sizes import read_sizes
-from tests.end_to_end.server import VllmServer
-from tests.end_to_end.stages import Run, distance, printed_server, run_distance
+from tests.end_to_end.pipeline_run import Run
+from tests.end_to_end.server import VllmServer, printed_server
+from tests.end_to_end.state_distance import distance, run_distance
 
 CHUNK = 128  # tokens of a prefill chunk
 LENGTHS = (1, 15, 16, 17, 64, 300, 500)  # around the cache's block of 16, several blocks, four chunks
-SHARED, OWN = 512, 20  # tokens that two prompts share, and that each has alone
-SAME, OTHER = 0.04, 0.1  # relative distances: equal up to bf16 rounding (other batches, other kernels), another layer's
+SHARED, OWN = 512, 20  # tokens that two prompts share, tokens of each after them
+SAME, OTHER = 0.04, 0.1  # relative distances: at most this up to bf16 rounding, at least this to another layer's states
 CHUNKED = ("--enable-chunked-prefill", "--max-num-batched-tokens", str(CHUNK))
 
 
 def prompts(text: list[int]) -> list[list[int]]:
-    """Prompts of LENGTHS tokens, one after the other out of `text`, and two that share their first SHARED."""
+    """Prompts of LENGTHS tokens, cut one after the other out of `text`, and two whose first SHARED tokens are equal."""
     found, at = [], 0
     for length in LENGTHS:
         found.append(text[at : at + length])
@@ -54,7 +55,10 @@ def ask(extract: Extract, target: Target, prompts: list[list[int]]) -> list[Stat
 def check_layers(
     check, name: str, found: list[States], reference: list[Tensor], layers: list[int], share: float | None
 ) -> None:
-    """Each id's states are the input of that layer, and clearly no neighbour's. reference: [N + 1, T, H] a prompt."""
+    """The states under each layer id are the input of that layer, and clearly not of the layers beside it.
+
+    `reference`: transformers' states, [layers + 1, T, H] a prompt.
+    """
     stacked = [
         torch.cat([s.aux.unflatten(1, (len(layers) - 1, -1)), s.last.unsqueeze(1)], 1) for s in found
     ]  # [T, ids, H] a prompt
@@ -74,7 +78,10 @@ def check_layers(
 def check_company(
     check, name: str, extract: Extract, target: Target, prompts: list[list[int]], share: float | None
 ) -> list[States]:
-    """Alone, all at once, reversed: the same states, as many rows as ids. Returns the states of all at once."""
+    """Prompts alone, all at once and in reverse order give the same states, one row a token.
+
+    Returns the states of all at once.
+    """
     together = ask(extract, target, prompts)
     alone = ask(Extract(**vars(extract) | {"extract_concurrency": 1}), target, prompts)
     reverse = ask(extract, target, prompts[::-1])[::-1]
@@ -96,13 +103,15 @@ def check_company(
 
 
 def chunks_mla() -> bool:
-    """Whether vLLM's CPU build prefills MLA in chunks: only its AMX kernels do. Without AMX it switches chunks off but
-    keeps the budget of a step, so that a prompt longer than that would wait for ever."""
+    """Whether vLLM's CPU build prefills MLA in chunks, which only its AMX kernels do.
+
+    Without AMX it switches chunking off but keeps a step's token limit, so that a longer prompt would wait for ever.
+    """
     return " amx_tile " in Path("/proc/cpuinfo").read_text("utf-8").replace("\n", " ")
 
 
 def extraction_server(run: Run, spool: Path, log: Path, *flags: str, **settings: object) -> VllmServer:
-    """The server that 02 prints for this run, on the CPU connector, with these flags of vLLM's more."""
+    """The server that 02 prints for this run, on the CPU connector, with these further flags of vLLM."""
     printed = run("02", "--print-server-command", extractor="vllm", spool=spool, **settings)
     return printed_server(printed, log, *flags)
 
@@ -111,8 +120,8 @@ def check_states(
     check, name: str, server: VllmServer, run: Run, spool: Path, text: list[int], aux: tuple[int, ...],
     reference: Callable[[list[list[int]]], list[Tensor]], share: float | None = None,
 ) -> None:  # fmt: skip
-    """The comparison on one server. `reference(prompts)`: transformers' states, [N + 1, T, H] each; `share`: see
-    `distance`."""
+    """All comparisons on one server. `reference(prompts)` gives transformers' states, [layers + 1, T, H] a prompt;
+    `share` is that of `distance`."""
     target = Target(model=str(run.target["model"]))
     extract = Extract(
         extract_urls=(server.base_url + "/v1",),
@@ -129,11 +138,12 @@ def check_states(
 
 
 def left(spool: Path) -> list[str]:
+    """Names of the files that are still in the spool."""
     return sorted(path.name for path in spool.iterdir()) if spool.exists() else []
 
 
 def check_killed_server(check, run: Run, whole: Run, server: VllmServer, spool: Path, **settings: object) -> None:
-    """kill -9 of server and workers in the middle of 02, start again, rerun 02: what an unbroken run gives."""
+    """SIGKILL of the server and its workers in the middle of 02; a rerun gives what an unbroken run gives."""
     flags = {"extractor": "vllm", "spool": spool, "extract_urls": server.base_url + "/v1", **settings}
     process = run.start("02", shard_gib=0.02, **flags)
     manifest = run.folder / "02_hidden" / "manifest.json"
@@ -157,9 +167,9 @@ def check_killed_server(check, run: Run, whole: Run, server: VllmServer, spool: 
     check("killed server: the spool is empty", left(spool) == [], left(spool))
 
 
-def check_refused(check, name: str, run: Run, said: str, **settings: object) -> None:
-    """02 refuses a server at start, before it stores anything."""
+def check_refused(check, name: str, run: Run, message: str, **settings: object) -> None:
+    """02 exits with 2 before it stores anything, and its error contains `message`."""
     output = run("02", "--extractor", "vllm", expect=2, **settings)
     error = output.strip().splitlines()[-1]
     nothing = not list((run.folder / "02_hidden").glob("shard-*"))
-    check(f"refused at start: {name}", said in error and nothing, error)
+    check(f"refused at start: {name}", message in error and nothing, error)

@@ -1,4 +1,4 @@
-"""The offline walk over single held-out replies, with the draft as it was exported: what stage 04 sums up."""
+"""The acceptance walk of stage 04, reply by reply, with the exported draft: stage 04 itself reports only the sums."""
 
 import torch
 from safetensors.torch import load_file
@@ -12,7 +12,7 @@ from common.export.served_config import read_draft_config
 from common.pipeline.files import read_json
 from common.training.acceptance import accepted_lengths, walk
 from common.training.held_out import HeldOut
-from tests.end_to_end.stages import Run
+from tests.end_to_end.pipeline_run import Run
 
 
 @torch.inference_mode()
