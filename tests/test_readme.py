@@ -1,6 +1,6 @@
-"""The documents: every command runs in the rehearsal or says why not, and every message is one that the code says.
+"""The documents: the rehearsal runs every command or the table says why not, and our code prints every message in them.
 
-tests/end_to_end/documents.py says how each command runs; here its tables are held to the documents, both ways.
+tests/end_to_end/documents.py says how each command runs. Here its tables are compared with the documents, both ways.
 """
 
 import re
@@ -37,7 +37,7 @@ class Parsed(Exception):
 
 
 def parse(stage: str, argv: list[str]):
-    """Settings as the script's own parser makes them; nothing of the script runs after it."""
+    """The settings that the script's own parser returns; the script ends there."""
     module = script_module(stage)
 
     def stop(_, *rest):
@@ -56,14 +56,14 @@ def make_targets() -> set[str]:
 
 
 def script_of(words: list[str]) -> int | None:
-    """Where the script stands in a command."""
+    """Index of the script among a command's words; None if it runs none."""
     return next((i for i, word in enumerate(words) if word.endswith(".py")), None)
 
 
 @pytest.mark.parametrize(("document", "command"), ALL, ids=[command[:70] for _, command in ALL])
-def test_every_command_is_taken(document, command, root_folder):
-    """By the script's own parser; `make` has the target; what nothing runs has its reason."""
-    words = shlex.split(re.sub(r"^(\w+=\S+ )+", "", command))  # the environment stands before it
+def test_every_command_is_accepted(document, command, root_folder):
+    """By the script's own parser; `make` has the target; a command that nothing runs has its reason in EXEMPT."""
+    words = shlex.split(re.sub(r"^(\w+=\S+ )+", "", command))  # without variables in front of it
     at = script_of(words)
     if at is not None:
         assert words[0] in ("python", "torchrun") and (ROOT / words[at]) in SCRIPTS.values(), command
@@ -121,11 +121,12 @@ def test_a_new_command_is_noticed(tmp_path, monkeypatch):
 
 def test_the_rehearsals_config_is_the_real_one_cut_in_size(tmp_path):
     config = tmp_path / "kimi-k2.5.toml"
-    places = {"spool": tmp_path, "generation_port": 1, "extraction_port": 2}
-    config.write_text(documents.smaller((ROOT / "configs/kimi-k2.5.toml").read_text("utf-8"), **places))
-    settings = load_settings(["--config", str(config)], "a test", ("target",)).file  # unknown keys are errors
-    assert settings["generate"].max_tokens < 64 and settings["serving"].eval_max_tokens < 64
-    assert f"--local-dir {settings['target'].model}" in " ".join(COMMANDS)  # as the runbook's step 0 lays it
+    of_this_run = {"spool": tmp_path, "generation_port": 1, "extraction_port": 2}
+    config.write_text(documents.smaller((ROOT / "configs/kimi-k2.5.toml").read_text("utf-8"), **of_this_run))
+    settings = load_settings(["--config", str(config)], "a test", ("target",))  # unknown keys are errors
+    assert settings.generate.max_tokens < 64
+    assert settings.serving.eval_max_tokens < 64
+    assert f"--local-dir {settings.target.model}" in " ".join(COMMANDS)  # where the runbook's step 0 downloads it to
 
 
 @pytest.mark.parametrize("document", DOCUMENTS)
