@@ -18,7 +18,7 @@ from common.generation.loop import MAX_SILENT_SHARE, Generation
 from common.generation.record_folder import FAILURES, Counts, RecordFolder, StoredRecords
 from common.generation.work import PendingConversations, input_fingerprint
 from common.pipeline.command_line import Settings, load_settings
-from common.pipeline.console import say, table
+from common.pipeline.console import listed, percentiles, say, share, table
 from common.pipeline.errors import TooManyFailures, UserError, guarded
 from common.pipeline.jsonl import JSONL_TOKEN_BYTES
 from common.pipeline.manifest import MANIFEST, SYNTHETIC, Manifest, check_fingerprint, open_stage, stage_lock
@@ -27,12 +27,12 @@ from common.questions.questions import QuestionStream
 from common.target.protocol import Protocol, load_protocol
 
 STAGE = SYNTHETIC
-MAX_FAILED_SHARE = 0.05  # exit 1 where more of the samples failed
+MAX_FAILED_SHARE = 0.05  # exit code 1 if a larger share of the samples failed
 
 
 def main() -> int:
     switches = {
-        "probe": "ask one question, show what the server sends, say whether it is ready",
+        "probe": "ask one question, show what the server sends and say whether it is ready for a run",
         "print-server-command": "print the command that starts a generation server for this config",
         "part=I/N": HELP,
     }
@@ -136,7 +136,7 @@ def dry_run(settings: Settings, folder: Path, part: Part) -> int:
         if local or "no such file" in str(error):
             raise
         say(f"01b dry run: {settings.questions.dataset} -> {folder} (nothing is written)")
-        return show_forecast(settings, f"not counted, as it is not on this machine yet: {error}")
+        return show_forecast(settings, f"not counted, because it is not on this machine yet: {error}")
     g, paths = settings.generate, []
     if (folder / MANIFEST).exists() and not settings.fresh:
         fingerprint = settings.fingerprint() | input_fingerprint(settings.questions, protocol)
@@ -148,10 +148,10 @@ def dry_run(settings: Settings, folder: Path, part: Part) -> int:
     counts = stored.counts
     say(f"01b dry run: {settings.questions.dataset} -> {folder} (nothing is written)")
     most = missing * g.max_tokens
-    lanes = g.batch_size if g.engine == "local" else g.concurrency
+    at_once = g.batch_size if g.engine == "local" else g.concurrency
     mean_s = sum(counts.seconds) / len(counts.seconds) if counts.seconds else None
     mean = counts.output_tokens / counts.done if counts.done else None
-    likely = f"; about {missing * mean:,.0f} at the mean so far" if mean else ""
+    likely = f"; about {missing * mean:,.0f} at the mean length so far" if mean else ""
     table(
         [
             ("samples", f"{counts.planned} wanted, {counts.planned - missing} stored already, {missing} to generate"),
@@ -159,9 +159,14 @@ def dry_run(settings: Settings, folder: Path, part: Part) -> int:
             ("tokens", f"at most {most:,} ({g.max_tokens:,} a reply){likely}"),
             (
                 "disk",
-                f"at most {most * JSONL_TOKEN_BYTES / 2**30:.2f} GiB of JSONL ({JSONL_TOKEN_BYTES} bytes a token)",
+                f"at most {most * JSONL_TOKEN_BYTES / 2**30:.2f} GiB ({JSONL_TOKEN_BYTES} bytes a token of JSONL)",
             ),
-            ("time", f"about {missing * mean_s / lanes / 60:.1f} min" if mean_s else "known after the first samples"),
+            (
+                "time",
+                f"about {missing * mean_s / at_once / 60:.1f} min"
+                if mean_s
+                else "no estimate before the first samples",
+            ),
         ]
     )
     return show_forecast(settings)
@@ -177,38 +182,20 @@ def summary(folder: Path, settings: Settings, counts: Counts) -> None:
     if counts.done:
         rows += [
             ("output tokens", f"{counts.output_tokens:,}, mean {counts.output_tokens / counts.done:.0f}"),
-            ("  a reply", percentiles(counts.lengths, "")),
+            ("  per reply", percentiles(counts.lengths, "")),
             ("seconds", percentiles(counts.seconds, ".1f")),
-            ("finish", listed(counts.finish_reasons)),
+            ("finish reason", listed(counts.finish_reasons)),
             ("reasoning", f"{share(counts.with_reasoning, counts.done)}; field: {listed(counts.reasoning_fields)}"),
-            ("  ended inside", f"{counts.open_reasoning} replies stopped without a closing token"),
-            (
-                "tool calls",
-                f"{counts.tool_calls} samples, {counts.tool_calls_in_reasoning} of them inside the reasoning",
-            ),
-            ("ids", listed(counts.ids_from)),
+            ("  never closed", f"in {counts.open_reasoning} replies that ended by themselves"),
+            ("tool calls", f"in {counts.tool_calls} samples, in {counts.tool_calls_in_reasoning} inside the reasoning"),
+            ("ids from", listed(counts.ids_from)),
             ("  rebuilt", f"{share(counts.mismatched, counts.compared)} differ from the server's ids or count"),
         ]
     if counts.other_prompt:
-        rows.append(("WARNING", f"{counts.other_prompt} prompts have other tokens than our template makes"))
-    silent = 1 - counts.with_reasoning / counts.done if settings.generate.thinking and counts.done else 0.0
-    if silent > MAX_SILENT_SHARE and settings.target.think_open:
-        rows.append(("WARNING", f"{silent:.0%} of the samples carry no reasoning"))
+        rows.append(("WARNING", f"{counts.other_prompt} prompts have other tokens on the server than by our template"))
+    if settings.generate.thinking and settings.target.think_open and counts.silent_share > MAX_SILENT_SHARE:
+        rows.append(("WARNING", f"{counts.silent_share:.0%} of the samples have no reasoning"))
     table(rows)
-
-
-def listed(counter: dict) -> str:
-    return ", ".join(f"{name} {count}" for name, count in sorted(counter.items(), key=lambda item: -item[1])) or "none"
-
-
-def share(part: int, whole: int) -> str:
-    return f"{part} of {whole}{f' ({part / whole:.1%})' if whole else ''}"
-
-
-def percentiles(values, form: str) -> str:
-    values = sorted(values)
-    picked = ((p, values[min(len(values) - 1, len(values) * p // 100)]) for p in (10, 50, 90, 99))
-    return ", ".join(f"p{p} {value:{form}}" for p, value in picked)
 
 
 if __name__ == "__main__":

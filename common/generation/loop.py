@@ -1,7 +1,7 @@
-"""The concurrent loop of stage 01b: retries, deadlines, circuit breaker, silence watch, progress.
+"""The concurrent loop of stage 01b: one worker for each request that the engine takes at once.
 
-As many workers as the engine takes requests draw units of work from one planner. A record is appended the moment its
-reply is checked; whatever stops the run, finished samples stay.
+All workers draw from the same pending conversations. A record is appended as soon as its reply is checked, so that
+finished samples survive whatever stops the run.
 """
 
 import asyncio
@@ -22,15 +22,15 @@ from common.target.protocol import Protocol
 
 LONGEST_PAUSE_S = 60.0
 RETRIES = 4  # of a failed request, with exponential backoff
-MAX_CONSECUTIVE_FAILURES = 64  # the run stops at so many failed requests in a row
-SILENCE_AFTER = 16  # a thinking run stops where so many first replies carry no reasoning
+MAX_CONSECUTIVE_FAILURES = 64  # the run stops after this many failed requests in a row
+SILENCE_AFTER = 16  # a run with thinking on stops if none of this many first replies has reasoning
 MAX_SILENT_SHARE = 0.1  # warn above this share of samples without reasoning
-SYNC_EVERY_S = 10.0  # how much a power cut may take; a killed process loses nothing
-COMPARE_FIRST, COMPARE_EVERY = 64, 16  # replies whose ids are also rebuilt from text: the honest mismatch rate
+SYNC_EVERY_S = 10.0  # a power cut loses at most the records of this time; a killed process loses none
+COMPARE_FIRST, COMPARE_EVERY = 64, 16  # replies whose ids are also rebuilt from text, to measure the mismatch rate
 
 
 class Generation:
-    """One run of the loop over a planner's units; `await run()` returns when all are done, or raises SafetyStop."""
+    """One run over the pending conversations; `await run()` returns when all are done, or raises SafetyStop."""
 
     def __init__(
         self,
@@ -50,7 +50,7 @@ class Generation:
         self.held: list[tuple[Record, Answer]] = []
 
     async def run(self, total: int | None) -> None:
-        """`total`: samples that are wanted, as far as that is known."""
+        """`total`: number of wanted samples for the progress bar, None if unknown."""
         with Progress("generate", total, "samples", done=min(len(self.records), total or 0)) as self.progress:
             self.started = time.monotonic()
             workers = [asyncio.create_task(self._work()) for _ in range(self.engine.concurrency)]
@@ -65,7 +65,7 @@ class Generation:
                 await asyncio.gather(*workers, syncing, return_exceptions=True)
 
     async def _work(self) -> None:
-        for conversation in self.pending:  # one plain iterator shared by the workers: each unit goes to one of them
+        for conversation in self.pending:  # one iterator for all workers: each conversation goes to one of them
             await self._converse(conversation)
 
     async def _sync(self) -> None:
@@ -84,11 +84,6 @@ class Generation:
         """Generate the missing turns of one conversation in order, each from the history as the target wrote it."""
         messages, prompt_ids = conversation.question.messages, conversation.prompt_ids
         for turn, id in enumerate(conversation.ids):
-            source = conversation.question.source | {
-                "turn": turn,
-                "repeat": conversation.repeat,
-                "question": conversation.question.opening,
-            }
             if id in self.records:
                 record = self.records.record(id)
             else:
@@ -96,7 +91,7 @@ class Generation:
                     prompt_ids = prompt_ids if turn == 0 else self.pending.prompt_ids(messages)
                 except Unusable as error:
                     return self._drop(conversation, turn, error.reason, error.detail)
-                record = await self._sample(id, messages, prompt_ids, source)
+                record = await self._sample(id, messages, prompt_ids, conversation.source(turn))
             if record is None or record.finish_reason != "stop":
                 return self._drop(conversation, turn + 1, "an earlier turn is missing or was cut")
             if turn + 1 < len(conversation.ids):
@@ -104,15 +99,15 @@ class Generation:
                 messages = [*messages, reply, *conversation.question.followups[turn]]
 
     def _drop(self, conversation: Conversation, turn: int, reason: str, detail: str = "") -> None:
-        """Leave the turns from `turn` on out: without what comes before them they can't be asked."""
+        """Skip the turns from `turn` on: their prompts need the replies before them."""
         for id in conversation.ids[turn:]:
             self.counts.dropped += 1
             self.records.skip(reason, detail, id=id, source=conversation.question.source)
 
     async def _sample(self, id: str, messages: list[dict], prompt_ids: list[int], source: dict) -> Record | None:
-        room = self.settings.context_tokens - len(prompt_ids)
         seed = (int(id, 16) ^ self.settings.seed) % 2**31
-        request = Request(id, messages, prompt_ids, seed, min(self.sampling.max_tokens, room))
+        max_tokens = min(self.sampling.max_tokens, self.settings.context_tokens - len(prompt_ids))
+        request = Request(id, messages, prompt_ids, seed, max_tokens)
         self.in_flight += 1
         try:
             answer, seconds = await self._ask(request)
@@ -165,7 +160,7 @@ class Generation:
                 pause = min(error.wait_s, self.settings.request_timeout_s) * random.uniform(1.0, 1.1)
             await asyncio.sleep(pause)
 
-    # ---- what comes in ----
+    # ---- records, replies without reasoning, failures ----
 
     def _store(self, record: Record) -> None:
         self.records.append(record)
@@ -173,11 +168,11 @@ class Generation:
 
     def _hold(self, record: Record, answer: Answer) -> None:
         self.held.append((record, answer))
-        if len(self.held) == SILENCE_AFTER:  # once: others may come in before the workers are stopped
+        if len(self.held) == SILENCE_AFTER:  # not >=: more replies may arrive before the workers stop
             self._stop_for_silence()
 
     def _settle_held(self) -> None:
-        """At the end of a run too short for the watch: earlier records with reasoning speak for these few."""
+        """At the end of a run with fewer replies: they are stored if earlier runs got reasoning, else the run stops."""
         if self.held and not self.counts.with_reasoning:
             self._stop_for_silence()
         self._store_held()
@@ -193,23 +188,22 @@ class Generation:
                 self._store(record)
 
     def _stop_for_silence(self) -> None:
-        """Stop a thinking run whose first replies all lack reasoning: the fault that this project began with."""
+        """Raise SafetyStop: thinking is on and no reply so far has reasoning. Prints what the server sent instead."""
         seen = Counter(f"{name} ({kind})" for _, answer in self.held for name, kind in answer.fields.items())
-        say("  the server sent, field by field:")
+        say("  fields of the replies that the server sent:")
         for name, count in sorted(seen.items()):
             say(f"    message.{name} in {count} of {len(self.held)} replies")
         counted = sum(counted_tokens(answer.usage) or 0 for _, answer in self.held)
         written = sum(len(record.output_ids) for record, _ in self.held)
-        hidden = counted > 1.2 * written + 16
         say(f"    usage.completion_tokens: {counted} in all; the texts received make {written} tokens")
         fix = (
-            "it wrote more than it sent: its parser, or a proxy, drops the reasoning"
-            if hidden
-            else "start it with its reasoning parser (vLLM: --reasoning-parser kimi_k2) and its own chat template"
+            "the server counts more tokens than it sent: its parser, or a proxy, drops the reasoning"
+            if counted > 1.2 * written + 16
+            else "start it with its reasoning parser (vLLM: --reasoning-parser kimi_k2) and the target's chat template"
         )
         raise SafetyStop(
-            f"thinking is on, but none of the first {len(self.held)} replies carries reasoning in any field; {fix}; "
-            "or use --no-thinking. None of them was stored; --probe looks at one reply closely"
+            f"thinking is on, but none of the first {len(self.held)} replies has reasoning in any field; {fix}, or "
+            "use --no-thinking. No reply was stored; --probe shows one reply in detail"
         )
 
     def _count_failure(self, id: str, source: dict, reason: str) -> None:
@@ -221,14 +215,10 @@ class Generation:
                 f"{self.failed_in_a_row} requests failed in a row, the last with: {reason}; rerun to go on"
             )
 
-    def silent_share(self) -> float:
-        """Share of the samples without reasoning, 0 where none is expected."""
-        thinking = self.sampling.thinking and self.protocol.think_open is not None
-        return 1 - self.counts.with_reasoning / self.counts.done if thinking and self.counts.done else 0.0
-
     def _show(self, done: int) -> None:
         counts, elapsed = self.counts, max(time.monotonic() - self.started, 1e-9)
-        silent = self.silent_share()
+        expected = self.sampling.thinking and self.protocol.think_open is not None
+        silent = counts.silent_share if expected else 0.0
         warning = {"WARNING": f"{silent:.0%} without reasoning"} if silent > MAX_SILENT_SHARE else {}
         self.progress.update(
             done,

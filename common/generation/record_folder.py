@@ -62,6 +62,11 @@ class Counts:
         self.lengths.append(len(output_ids))
         self.seconds.append(record.seconds)
 
+    @property
+    def silent_share(self) -> float:
+        """Share of the records without reasoning."""
+        return 1 - self.with_reasoning / self.done if self.done else 0.0
+
     def as_dict(self) -> dict:
         """Plain counts for the manifest."""
         return {k: dict(v) if isinstance(v, Counter) else v for k, v in vars(self).items() if not isinstance(v, array)}

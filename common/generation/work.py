@@ -31,6 +31,10 @@ class Conversation:
     ids: list[str]  # record ids, one for each turn
     prompt_ids: list[int]  # of the first turn; empty where its record is stored
 
+    def source(self, turn: int) -> dict:
+        """Where the record of a turn comes from. `question` is the hash that all turns and repeats share."""
+        return self.question.source | {"turn": turn, "repeat": self.repeat, "question": self.question.opening}
+
 
 def sampling_of(settings: Generate) -> Sampling:
     """The settings that a reply depends on."""

@@ -93,6 +93,23 @@ def table(rows: list[tuple[str, str]]) -> None:
         say(f"  {name:<{width}}  {value}")
 
 
+def listed(counter: dict[str, int]) -> str:
+    """Counts by name as text, the largest first."""
+    return ", ".join(f"{name} {count}" for name, count in sorted(counter.items(), key=lambda item: -item[1])) or "none"
+
+
+def share(count: int, total: int) -> str:
+    """`3 of 10 (30.0%)`."""
+    return f"{count} of {total}{f' ({count / total:.1%})' if total else ''}"
+
+
+def percentiles(values, form: str) -> str:
+    """The 10th, 50th, 90th and 99th percentile in the given number format."""
+    values = sorted(values)
+    picked = ((p, values[min(len(values) - 1, len(values) * p // 100)]) for p in (10, 50, 90, 99))
+    return ", ".join(f"p{p} {value:{form}}" for p, value in picked)
+
+
 def gb(size: int, up: bool = False) -> str:
     """Bytes as people write them in `--window`; `up`: rounded up, so that a size that is advised is enough."""
     unit, digits, name = (10**9, 1, "GB") if size >= 1e8 else (10**6, 2, "MB")

@@ -3,14 +3,14 @@
     prompt ids                                        | output ids (what the target wrote: loss mask 1)
     ... <|im_assistant|>assistant<|im_middle|><think> | reasoning </think> content <|im_end|>
 
-Everything here works on ids. Text is only ever *read* out of ids, except where a server sends none: then `reconstruct`
-rebuilds them, and the record says so. Text never becomes a control token, whatever it quotes.
+Everything works on ids; text is decoded from them. Only where a server sends no ids does `reconstruct` rebuild them
+from text, which the record notes. Text never becomes a control token, even if it quotes one.
 """
 
 import re
 from dataclasses import dataclass
 from functools import cached_property
-from itertools import pairwise, takewhile
+from itertools import pairwise
 from pathlib import Path
 
 from common.pipeline.errors import UserError
@@ -19,17 +19,17 @@ from common.target.control_tokens import TOOL_NAME, TextEncoder, control_tokens
 from common.target.kimi_tokenizer import FAST, build_tokenizer, find_file, find_vendor_files
 from common.target.messages import canonical, map_text, texts
 
-GENERATION_TAIL = 8  # tokens at a prompt's end that can hold the opener and what a template prints after it
-PROBES = ([{"role": "user", "content": "One, two?"}], [{"role": "user", "content": "Say yes!"}])
+GENERATION_TAIL = 8  # last tokens of a prompt in which a template may print the opening token
+SAMPLE_CHATS = ([{"role": "user", "content": "One, two?"}], [{"role": "user", "content": "Say yes!"}])
 
 
 class Unrenderable(Exception):
-    """The target's chat template refuses these messages; the message says what it said."""
+    """The target's chat template refuses these messages; carries the template's error message."""
 
 
 @dataclass(frozen=True)
 class Reply:
-    """Output ids split by the closing token. `closed`: the target wrote it; `ended`: it wrote the end token."""
+    """Output ids split at the closing token. `closed`: it is in the output; `ended`: so is the end token."""
 
     reasoning_ids: list[int]
     content_ids: list[int]
@@ -38,7 +38,7 @@ class Reply:
 
 
 class Protocol:
-    """A target's tokenizer with its control tokens asserted. Build it with `load_protocol`."""
+    """A target's tokenizer whose control tokens are checked. Build it with `load_protocol`."""
 
     def __init__(self, tokenizer, target: Target):
         self.tokenizer, self.backend = tokenizer, tokenizer.backend_tokenizer
@@ -60,34 +60,32 @@ class Protocol:
         self._tails = {thinking: self._check_prompt(thinking) for thinking in (True, False)}
 
     def _control(self, key: str, token: str | None, wanted: int) -> int | None:
-        """The single id of a control token, asserted both ways; None when the target has no such token."""
+        """The id of a control token, which must encode and decode as one token; None if the target has none."""
         if not token:
             return None
         id = self.tokenizer.convert_tokens_to_ids(token)
         if id is None or self.tokenizer.encode(token, add_special_tokens=False) != [id]:
-            none = "; --think-open '' for a target that does not think" if key == "think_open" else ""
+            none = ", or --think-open '' for a target that does not think" if key == "think_open" else ""
             raise UserError(f"target.{key}: the tokenizer has no single token {token!r}; set the right name{none}")
         if wanted >= 0 and id != wanted:
             raise UserError(
-                f"target.{key}: {token!r} is id {id} in this tokenizer, the config says {wanted}: "
-                "wrong tokenizer, or a transformers version that numbers it wrongly"
+                f"target.{key}: {token!r} is id {id} in this tokenizer, the config says {wanted}; use the target's own "
+                "tokenizer, or another transformers version if that one numbers its tokens wrongly"
             )
         if self.decode([id]) != token:
             raise UserError(f"target.{key}: id {id} decodes to {self.decode([id])!r}, not {token!r}")
         return id
 
     def _check_prompt(self, thinking: bool) -> list[int]:
-        """Assert that our prompt ids are the tokenizer's own for plain text; returns what every prompt ends with."""
-        first, second = (self.prompt_ids(probe, thinking) for probe in PROBES)
+        """Check that our prompt ids are the tokenizer's own for plain text; returns the tail that all prompts share."""
+        first, second = (self.prompt_ids(chat, thinking) for chat in SAMPLE_CHATS)
         own = self.tokenizer.apply_chat_template(
-            PROBES[0], add_generation_prompt=True, return_dict=False, **self.template_arguments(thinking)
+            SAMPLE_CHATS[0], add_generation_prompt=True, return_dict=False, **self.template_arguments(thinking)
         )
         if first != list(own):
-            raise UserError(f"prompt ids differ from the tokenizer's own chat template (thinking={thinking})")
-        common = 0
-        while common < min(len(first), len(second)) and first[-1 - common] == second[-1 - common]:
-            common += 1
-        return first[len(first) - common :]
+            raise UserError(f"our prompt ids differ from those of the tokenizer's chat template (thinking={thinking})")
+        shared = _shared_length(first[::-1], second[::-1])
+        return first[len(first) - shared :]
 
     # ---- prompts ----
 
@@ -107,14 +105,14 @@ class Protocol:
         return all(text in rendered for text in ("argvalue", "toolresult"))
 
     def template_arguments(self, thinking: bool) -> dict:
-        """What a server must get as `chat_template_kwargs`; empty for a target that does not think."""
+        """The `chat_template_kwargs` of a request; empty for a target that does not think."""
         return {self.thinking_argument: thinking} if self.think_open is not None else {}
 
     def prompt_ids(self, messages: list[dict], thinking: bool = True) -> list[int]:
-        """Ids of the generation prompt. Control-token names inside the messages stay text; raises Unrenderable.
+        """Token ids of the generation prompt; raises Unrenderable.
 
-        messages: chat messages with `role` and `content`, and tool calls where the template knows them. One BOS at
-        most: the one that the template prints.
+        messages: chat messages with `role` and `content`, and tool calls if the template renders them. Names of control
+        tokens inside the messages stay text. No BOS is added to what the template prints.
         """
         messages = [canonical(message) for message in messages]
         if not self.quotes_control(messages):
@@ -132,8 +130,7 @@ class Protocol:
         return ids + self.text_ids(rendered[at:].replace(separator, ""))
 
     def quotes_control(self, messages: list[dict]) -> bool:
-        """Whether a text inside the messages holds a control token's name. We keep it text; a server that tokenizes
-        the rendered prompt would make it a control token."""
+        """Whether the messages quote a control token, which a server that tokenizes rendered text would make real."""
         return any(self._markers.search(text) for text in texts(messages))
 
     def _render(self, messages: list[dict], thinking: bool) -> str:
@@ -141,19 +138,19 @@ class Protocol:
             return self.tokenizer.apply_chat_template(
                 messages, tokenize=False, add_generation_prompt=True, **self.template_arguments(thinking)
             )
-        except Exception as error:  # a template is a foreign program: whatever it raises means that it refuses
+        except Exception as error:  # a template is the vendor's program and may raise anything
             raise Unrenderable(" ".join(f"{type(error).__name__}: {error}".split())[:200]) from None
 
     def prompt_tail(self, thinking: bool) -> list[int]:
-        """What every generation prompt ends with: the assistant's header and the opened, or empty, think block."""
+        """The ids that every prompt ends with: the assistant's header and the open or empty think block."""
         return self._tails[thinking]
 
     def think_open_in_prompt(self, prompt_ids: list[int]) -> bool:
-        """Whether the generation prompt leaves the reasoning open, so that the reply starts inside it."""
+        """Whether the prompt ends with an open think block, so that the reply starts inside the reasoning."""
         return self.think_open is not None and self._last_marker(prompt_ids) == self.think_open
 
     def think_close_in_prompt(self, prompt_ids: list[int]) -> bool:
-        """Whether the generation prompt holds an empty block, so that the reply is content from its first token on."""
+        """Whether the prompt ends with an empty think block, so that the reply is content from its first token."""
         return self.think_close is not None and self._last_marker(prompt_ids) == self.think_close
 
     def _last_marker(self, prompt_ids: list[int]) -> int | None:
@@ -163,15 +160,15 @@ class Protocol:
     # ---- replies ----
 
     def text_ids(self, text: str) -> list[int]:
-        """Ids of pure text: no BOS, no control token, whatever the text quotes."""
+        """Ids of plain text: no BOS, and no control token even if the text quotes one."""
         return self._text.ids(text)
 
     def decode(self, ids: list[int]) -> str:
-        """Text of ids, control tokens as their names."""
+        """Text of ids, control tokens printed as their names."""
         return self.backend.decode(ids, skip_special_tokens=False)
 
     def split(self, prompt_ids: list[int], output_ids: list[int]) -> Reply:
-        """Split what the target wrote into reasoning and content, by id."""
+        """Split the target's output into reasoning and content at the closing token's id."""
         ended = bool(output_ids) and output_ids[-1] == self.end
         body = output_ids[:-1] if ended else list(output_ids)
         thinking = self.think_open_in_prompt(prompt_ids)
@@ -185,9 +182,9 @@ class Protocol:
     def reconstruct(
         self, prompt_ids: list[int], reasoning: str | None, content: str | None, finish_reason: str
     ) -> list[int]:
-        """Output ids rebuilt from text, for a server that sends none. Nothing is added to a cut reply.
+        """Output ids rebuilt from text, for a server that sends none. A cut reply gets no closing and no end token.
 
-        No reasoning, content with a closing marker: a server without a reasoning parser; split at its first one.
+        Without a reasoning parser, everything is in the content, which is split at its first closing marker.
         """
         opened = self.think_open_in_prompt(prompt_ids)
         if not reasoning and content and self.think_open is not None:
@@ -196,14 +193,14 @@ class Protocol:
         if reasoning or opened:
             ids += [] if opened or self.think_open is None else [self.think_open]
             ids += self.text_ids(reasoning or "")
-            # Without content the reply may have ended, or been cut, inside its reasoning: parsers send null or ""
-            # whether or not a closer was written, and one that the target did not write must never be added.
+            # Without content the reply may have ended inside its reasoning: parsers send null or "" in both cases, so
+            # no closing token is added that the target may not have written.
             ids += [self.think_close] if content else []
         ids += self.text_ids(content or "")
         return ids + ([self.end] if finish_reason == "stop" else [])
 
     def split_text(self, content: str, opened: bool) -> tuple[str | None, str | None]:
-        """(reasoning, content) of a content that still carries its markers, one opener at most."""
+        """(reasoning, content) of a text that still has its markers. `opened`: the prompt ends with the opening one."""
         if content.lstrip().startswith(self.think_open_text):
             content, opened = content.lstrip()[len(self.think_open_text) :], True
         if opened and self.think_close_text in content:
@@ -212,47 +209,51 @@ class Protocol:
         return (content, None) if opened else (None, content)
 
     def text_differs(self, reply: Reply, reasoning: str | None, content: str | None, parsed: bool) -> str | None:
-        """Where the received text is not what the ids say, or None. `parsed`: a parser of the server split it.
+        """A description of the first difference between received text and ids, or None. `parsed`: the server split it.
 
-        Compared without white space, marker names and U+FFFD: parsers strip, servers drop special tokens, and half a
-        character is decoded differently at a time. A tool call ends the reasoning for some parsers, without a closer.
+        White space, marker names and U+FFFD are ignored: parsers strip the text, servers drop special tokens, and a
+        streaming decoder shows parts of a character in its own way. Some parsers end the reasoning at a tool call.
         """
-        said = [self.decode(ids) for ids in (reply.reasoning_ids, reply.content_ids)]
-        got = [reasoning or "", content or ""]
-        whole = (
-            self.think_close_text in got[1] and self.think_close_text not in said[1]
-        )  # not parsed, and its opener dropped
-        if not reasoning and not whole and (reply.closed or not content):
-            said[0] = ""  # the server keeps the reasoning to itself: nothing to check
-        if [text.strip() for text in said] == [text.strip() for text in got]:
+        expected = [self.decode(ids) for ids in (reply.reasoning_ids, reply.content_ids)]
+        received = [reasoning or "", content or ""]
+        unsplit = self.think_close_text in received[1] and self.think_close_text not in expected[1]
+        if not reasoning and not unsplit and (reply.closed or not content):
+            expected[0] = ""  # the server does not send the reasoning, so there is nothing to compare
+        if [text.strip() for text in expected] == [text.strip() for text in received]:
             return None  # the usual case, thirty times faster than the rest
-        said, got = ([self._blank.sub("", text) for text in side] for side in (said, got))
+        expected, received = ([self._blank.sub("", text) for text in pair] for pair in (expected, received))
         if not (parsed and reply.closed) or not self.tool_ids.isdisjoint(reply.reasoning_ids):
-            said, got = ["".join(said)], ["".join(got)]
-        for ours, theirs in zip(said, got, strict=True):
+            expected, received = ["".join(expected)], ["".join(received)]
+        for ours, theirs in zip(expected, received, strict=True):
             if ours != theirs:
-                at = sum(1 for _ in takewhile(lambda pair: pair[0] == pair[1], zip(ours, theirs, strict=False)))
-                return f"its text says {theirs[at : at + 40]!r} where its ids say {ours[at : at + 40]!r}"
+                at = _shared_length(ours, theirs)
+                return f"its text has {theirs[at : at + 40]!r} where its ids decode to {ours[at : at + 40]!r}"
         return None
 
     # ---- training streams ----
 
     def stream(self, prompt_ids: list[int], output_ids: list[int], limit: int = 0) -> tuple[list[int], list[int]]:
-        """(ids, loss mask) of a sample, cut to `limit` tokens: mask 1 exactly where the target wrote the token."""
+        """(ids, loss mask) of a sample, cut to `limit` tokens (0: not cut); mask 1 where the target wrote the token."""
         ids, mask = prompt_ids + output_ids, [0] * len(prompt_ids) + [1] * len(output_ids)
         return (ids[:limit], mask[:limit]) if limit else (ids, mask)
 
     def check_stream(self, prompt_ids: list[int], output_ids: list[int], vocab_size: int) -> str | None:
-        """What is wrong with a sample's ids, or None: empty sides, foreign ids, a doubled opener."""
+        """A description of what makes a sample's ids unusable, or None."""
         if not prompt_ids or not output_ids:
             return f"{len(prompt_ids)} prompt and {len(output_ids)} output tokens"
-        worst = max(max(prompt_ids), max(output_ids))
-        if worst >= vocab_size or min(min(prompt_ids), min(output_ids)) < 0:
-            return f"token id {worst} outside the target's vocabulary of {vocab_size}"
+        lowest, highest = min(*prompt_ids, *output_ids), max(*prompt_ids, *output_ids)
+        if lowest < 0 or highest >= vocab_size:
+            return f"token id {lowest if lowest < 0 else highest} is outside the target's vocabulary of {vocab_size}"
         border = [*prompt_ids[-2:], output_ids[0]]
         if self.think_open is not None and (self.think_open, self.think_open) in pairwise(border):
-            return f"the opening token {self.think_open} stands twice at the border of prompt and reply"
+            return f"the opening token {self.think_open} occurs twice at the border of prompt and reply"
         return None
+
+
+def _shared_length(one, other) -> int:
+    """The number of equal items at the start of two sequences."""
+    pairs = enumerate(zip(one, other, strict=False))
+    return next((at for at, (a, b) in pairs if a != b), min(len(one), len(other)))
 
 
 def load_protocol(target: Target) -> Protocol:
@@ -264,26 +265,25 @@ def load_protocol(target: Target) -> Protocol:
 
 
 def _load_tokenizer(name: str, target: Target):
-    """The tokenizer as it is on disk. AutoTokenizer, which imports torch, is for what has no tokenizer.json."""
+    """The tokenizer of a folder or hub name. AutoTokenizer imports torch, so it is used without tokenizer.json only."""
     import transformers
 
-    as_it_is = find_file(name, FAST, target.revision) is not None
-    kind = transformers.PreTrainedTokenizerFast if as_it_is else transformers.AutoTokenizer
-    code = {} if as_it_is else {"trust_remote_code": target.trust_remote_code}
+    has_json = find_file(name, FAST, target.revision) is not None
+    kind = transformers.PreTrainedTokenizerFast if has_json else transformers.AutoTokenizer
+    code = {} if has_json else {"trust_remote_code": target.trust_remote_code}
     try:
         tokenizer = kind.from_pretrained(name, revision=target.revision or None, **code)
     except (OSError, ValueError) as error:
-        said = str(error).strip().splitlines()[0]
-        raise UserError(f"no tokenizer at {name!r} ({said}); set target.tokenizer to a folder or hub name") from None
-    if not tokenizer.is_fast:
-        raise UserError(f"the tokenizer at {name!r} has no tokenizer.json; set target.tokenizer to one that has")
-    if not tokenizer.chat_template:
-        raise UserError(f"the tokenizer at {name!r} has no chat template; set target.tokenizer to one that has")
+        reason = str(error).strip().splitlines()[0]
+        raise UserError(f"no tokenizer at {name!r} ({reason}); set target.tokenizer to a folder or hub name") from None
+    for missing, present in (("tokenizer.json", tokenizer.is_fast), ("chat template", tokenizer.chat_template)):
+        if not present:
+            raise UserError(f"the tokenizer at {name!r} has no {missing}; set target.tokenizer to one that has")
     return tokenizer
 
 
 def require_model(name: str) -> None:
-    """Raise UserError for a folder that is not there, before a hub client takes its name for a repository's."""
+    """Raise UserError for a missing folder, which a hub client would take for a repository's name."""
     if not name:
         raise UserError("target.model is empty: set it in the config or with --model")
     if not Path(name).is_dir() and (name.startswith(("/", ".", "~")) or Path(Path(name).parts[0]).is_dir()):

@@ -79,7 +79,7 @@ PROMISES = [  # (pattern in a command as documented, patterns of what it must pr
     (r"--export-only", ["^04 done", r"export +\S+/export: "]),
     (r"--without-draft", [r"^ *speed-up +\d"]),
     (r"--serve-eval", [r"acceptance length, k=3 +\d\.\d{3} over [\d,]+ drafts"]),
-    (r"01b.*--n 10000 --dry-run", ["there already, \\d+ to generate"]),
+    (r"01b.*--n 10000 --dry-run", ["stored already, \\d+ to generate"]),
     (r"--dry-run", ["^the whole run, .* samples", "^hours with "]),
     (r"hf download", ["--local-dir"]),
     (r"^dd ", [r"copied, .*/s$"]),

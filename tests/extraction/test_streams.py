@@ -109,7 +109,7 @@ def test_case_10_limits(reader):
 def test_a_doubled_opener_is_dropped_and_counted(reader, prompt, output):
     found = reader(record("a", prompt, output), record("b"))
     assert list(streams(found)) == ["b"]
-    assert "stands twice" in found.rejects[0]["reason"] and sum(found.rejected.values()) == 1
+    assert "occurs twice" in found.rejects[0]["reason"] and sum(found.rejected.values()) == 1
 
 
 @pytest.mark.parametrize("id", [VOCAB, 2**31, -1])

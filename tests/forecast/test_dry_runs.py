@@ -111,7 +111,7 @@ def test_02_a_doubled_opener_in_every_row_is_an_error(run_copy):
     rewrite(folder, lambda record: record | {"output_ids": [15, *record["output_ids"]]})
     code, _, stderr = run_here("02", "--config", DEMO, "--run-dir", folder)
     said = only_error(stderr)
-    assert code == 2 and "no usable record" in said and "stands twice" in said and ": 10}" in said
+    assert code == 2 and "no usable record" in said and "occurs twice" in said and ": 10}" in said
     assert not (folder / "02_hidden").exists()
 
 

@@ -39,7 +39,7 @@ def test_later_silence_warns(place):
     place.server.ids = False
     place.server.behave = lambda number, body: {"form": "neither" if number % 2 else "reasoning"}
     code, out, _ = place.ask(20).run("--concurrency=1")
-    assert code == 0 and "WARNING" in out and "50% of the samples carry no reasoning" in out
+    assert code == 0 and "WARNING" in out and "50% of the samples have no reasoning" in out
     assert len(place.records) == 20 and place.counts["with_reasoning"] == 10
 
 
@@ -113,7 +113,7 @@ def test_another_prompt_than_ours_is_counted(place):
 
     place.server.behave = behave
     code, out, _ = place.ask(2).run()
-    assert code == 0 and place.counts["other_prompt"] == 2 and "2 prompts have other tokens" in out
+    assert code == 0 and place.counts["other_prompt"] == 2 and "2 prompts have other tokens on the server" in out
 
 
 def test_reasoning_without_content_and_tool_calls(place, tiny):
