@@ -1,8 +1,8 @@
 """The whole pipeline on a laptop: the four scripts, one after the other, on the demo's config (`make demo`).
 
-    python -m common.demo [flags of the config common to all stages, such as --run-dir]
+    python -m common.demo [flags that all four scripts have, such as --run-dir]
 
-Ends with one line of `key=value` pairs for scripts to read.
+The last line holds `key=value` pairs for other programs to read.
 """
 
 import subprocess
@@ -16,14 +16,14 @@ from common.pipeline.errors import UserError, guarded
 from common.pipeline.manifest import DRAFT, HIDDEN, Manifest
 
 CONFIG = "configs/demo.toml"
-STAGES = ("01b_generate_synthetic.py", "02_extract_hidden.py", "03_build_dataset.py", "04_train.py")
+SCRIPTS = ("01b_generate_synthetic.py", "02_extract_hidden.py", "03_build_dataset.py", "04_train.py")
 
 
 def main() -> int:
     started = time.monotonic()
     arguments = ["--config", CONFIG, *sys.argv[1:]]
     run_dir = load_settings(arguments, __doc__, ()).run_dir
-    for script in STAGES:
+    for script in SCRIPTS:
         say(f"\n$ python {script} {' '.join(arguments)}")
         code = subprocess.run([sys.executable, script, *arguments]).returncode
         if code:
@@ -38,7 +38,7 @@ def main() -> int:
         f"bigram={lengths['bigram']:.3f} samples={samples} seconds={time.monotonic() - started:.0f} report={report}"
     )
     if result["acceptance"]["walk"]["3"]["length"] <= max(lengths.values()):
-        raise UserError("the trained draft does not beat the untrained draft and the bigram floor")
+        raise UserError("the trained draft is accepted no longer than the untrained draft or the bigram floor")
     return 0
 
 

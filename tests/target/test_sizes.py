@@ -110,7 +110,7 @@ def test_other_families_names(tmp_path, names):
 
 def test_what_was_tried_is_said(tmp_path):
     target = checkpoint(tmp_path, tensors(lm_head=None) | {"language_head.weight": HEAD})
-    with pytest.raises(UserError, match=r"tried \*\.lm_head\.weight, .* among 11 names; near: language_head\.weight"):
+    with pytest.raises(UserError, match=r"none of 11 names ends like \*\.lm_head\.weight, .*; similar: language_head"):
         read_tensors(target, "lm_head")
 
 
@@ -155,8 +155,8 @@ def test_rows_beyond_the_vocabulary_are_padding(tmp_path):
 @pytest.mark.parametrize(
     ("changed", "role", "said"),
     [
-        ({"lm_head": None}, "lm_head", "cannot tell the lm_head"),
-        ({"model.norm": None}, "norm", "cannot tell the norm"),
+        ({"lm_head": None}, "lm_head", "the lm_head of .* is not clear"),
+        ({"model.norm": None}, "norm", "the norm of .* is not clear"),
         ({"lm_head": torch.zeros(V, H, dtype=torch.int8)}, "lm_head", "quantised"),
         ({"lm_head": torch.zeros(V, H // 8, dtype=torch.int32)}, "lm_head", "quantised"),
         ({"lm_head": torch.zeros(V, H, dtype=torch.float8_e4m3fn)}, "lm_head", "quantised"),
@@ -193,13 +193,13 @@ def test_capped_logits_are_refused_by_name(tmp_path, key, nested):
 
 def test_two_candidates_are_named(tmp_path):
     target = checkpoint(tmp_path, tensors() | {"second_model.model.norm.weight": NORM})
-    with pytest.raises(UserError, match=r"several: model\.norm\.weight, second_model\.model\.norm\.weight"):
+    with pytest.raises(UserError, match=r"several tensors match: model\.norm.*, second_model\.model\.norm"):
         read_tensors(target, "norm")
 
 
 def test_a_quantised_head_of_another_name_is_not_found_rather_than_guessed(tmp_path):
     stored = tensors(lm_head=None) | {"lm_head.weight_packed": torch.zeros(V, 1, dtype=torch.int32)}
-    with pytest.raises(UserError, match="cannot tell the lm_head"):
+    with pytest.raises(UserError, match=r"the lm_head of .* is not clear"):
         read_tensors(checkpoint(tmp_path, stored), "lm_head")
 
 
