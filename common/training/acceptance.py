@@ -1,8 +1,8 @@
 """Acceptance as an engine would count it, from what a draft got right at every position (chain drafting).
 
 Row r of a reply is position i; right[s, r] says whether the draft's step s there proposes the true x_{i+2+s} after the
-true x_{i+1} .. x_{i+1+s}. A wrong token ends acceptance, so these teacher-forced steps are exact (facts: EAGLE-3's
-training-time test).
+true x_{i+1} .. x_{i+1+s}. A wrong token ends acceptance, so these teacher-forced steps are exact (the
+"training-time test" of the EAGLE-3 paper, arXiv 2503.01840).
 
     walk:          start at the first row; a = leading right steps, at most k; the next start is a + 1 further on.
                    length = mean of a + 1 over the starts: tokens per forward of the target, what an engine reports

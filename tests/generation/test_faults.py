@@ -1,4 +1,4 @@
-"""Servers that fail, runs that are killed: cases 13 and 14. What is finished stays, a rerun does the rest only."""
+"""Servers that fail, runs that are killed: a rerun does only what is missing. Cases 13 and 14 of tests/CASES.md."""
 
 import email.utils
 import os

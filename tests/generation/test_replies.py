@@ -1,4 +1,4 @@
-"""What 01b makes of the replies that servers send: cases 1 to 12, 15 and 16 over HTTP."""
+"""What 01b makes of the replies that servers send: cases 1 to 12, 15 and 16 of tests/CASES.md, over HTTP."""
 
 import json
 

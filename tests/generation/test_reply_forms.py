@@ -1,4 +1,4 @@
-"""Where servers put the reasoning, who writes its opener, and ids that are rebuilt from text: cases 1, 5, 7 and 11."""
+"""Where reasoning stands, who writes its opener, ids rebuilt from text: cases 1, 5, 7 and 11 of tests/CASES.md."""
 
 import shutil
 

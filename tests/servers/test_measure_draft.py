@@ -36,7 +36,7 @@ def test_a_page_with_labels_timestamps_and_nonsense():
     assert next(labels for _, labels, _ in samples(PAGE))["model_name"] == 'a, "b" } c\\n'
     counts = draft_counts(PAGE)
     assert counts == DraftCounts(2390, 7170, 1282, (894, 306, 82)) and counts.k == 3
-    assert [round(length, 3) for length in counts.lengths()] == [1.374, 1.502, 1.536]  # facts/eagle3.md
+    assert [round(length, 3) for length in counts.lengths()] == [1.374, 1.502, 1.536]
     assert draft_counts("\n".join(PAGE.split("\n")).replace("_total", "")) == counts  # older clients
 
 

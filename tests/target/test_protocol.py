@@ -1,4 +1,4 @@
-"""The token protocol on the real Kimi vocabulary and on a tiny one: cases 1 to 10 of cases.md, as properties."""
+"""The token protocol on the real Kimi vocabulary and on a tiny one: cases 1 to 10 of tests/CASES.md, as properties."""
 
 import pytest
 from hypothesis import example, given, settings

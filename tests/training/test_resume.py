@@ -1,4 +1,4 @@
-"""Case 26: training that is killed and resumed gives the losses, the weights and the export of an unbroken run."""
+"""Killed and resumed training gives the losses, weights and export of an unbroken run. Case 26 of tests/CASES.md."""
 
 import json
 import shutil
