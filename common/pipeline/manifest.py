@@ -15,6 +15,7 @@ from filelock import FileLock, Timeout
 
 from common.pipeline.errors import UserError
 from common.pipeline.files import read_json, sha256, write_json
+from common.pipeline.older_runs import in_todays_keys
 
 FORMAT_VERSION = 1
 MANIFEST = "manifest.json"
@@ -57,6 +58,7 @@ class Manifest:
             raise UserError(
                 f"{path}: stage {manifest.stage!r}, format {manifest.format}; expected {stage!r}, {FORMAT_VERSION}"
             )
+        manifest.fingerprint = in_todays_keys(manifest.fingerprint, folder)
         return manifest
 
     def verify(self, folder: Path, hashes: bool = True) -> list[str]:

@@ -23,19 +23,12 @@ ROWS: dict[str, tuple[object, ...]] = {
     "base": (),
     "base, another seed": ("--seed", 1),
     "AdamW": ("--optimizer", "adamw"),
-    "no EAGLE-3.1": ("--no-fc-norm", "--no-norm-output"),
-    "fc_norm alone": ("--no-norm-output",),
-    "norm_before_residual instead": ("--no-fc-norm", "--no-norm-output", "--norm-before-residual"),
-    "frozen head": ("--no-train-head",),
+    "EAGLE-3": ("--eagle", "3"),
     "step weight 1": ("--step-weight", 1),
     "5 steps": ("--unrolled-steps", 5),
     "7 steps": ("--unrolled-steps", 7),
-    "no mask by the vocabulary": ("--no-mask-outside-vocab",),
     "learning rate 2e-3": ("--learning-rate", 2e-3),
     "learning rate 5e-3": ("--learning-rate", 5e-3),
-    "fc random": ("--fc-init", "random"),
-    "half hard labels": ("--hard-label-share", 0.5),
-    "hard labels alone": ("--hard-label-share", 1),
 }
 
 

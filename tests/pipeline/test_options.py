@@ -2,8 +2,8 @@
 constant beside its use, a merged setting or a better default is preferred. Removing one needs none.
 """
 
+import os
 import re
-import time
 from dataclasses import fields
 
 import pytest
@@ -71,10 +71,8 @@ def test_there_are_few():
 
 
 def test_help_answers_at_once():
-    """Half a second on an idle core; the best of three, as other processes may share it."""
-    seconds = []
-    for _ in range(3):
-        started = time.monotonic()
-        assert run_process("04", "--help").returncode == 0
-        seconds.append(time.monotonic() - started)
-    assert min(seconds) < 0.5
+    """Half a second of computing; other processes may share the core, so that a clock says more than this costs."""
+    before = os.times()
+    assert run_process("04", "--help").returncode == 0
+    after = os.times()
+    assert after.children_user + after.children_system - before.children_user - before.children_system < 0.5

@@ -130,7 +130,7 @@ def wait_for_lines(folder, count: int, process) -> None:
 def test_sigkill_then_sigterm_then_the_end(tmp_path, unbroken):
     """Two real processes, stopped in the middle in two ways, and the rest: the unbroken run's numbers."""
     folder = tiny_training.build(tmp_path / "run")
-    flags = ("--config", DEMO, "--run-dir", folder, *tiny_training.FLAGS, *FLAGS, "--checkpoint-every", 2)
+    flags = ("--config", DEMO, "--run-dir", folder, *tiny_training.FLAGS, *FLAGS)
     for stop, lines in ((signal.SIGKILL, 3), (signal.SIGTERM, 6)):
         with subprocess.Popen(
             command("04", *flags, constants=KEEP), cwd=ROOT, stderr=subprocess.PIPE, text=True
