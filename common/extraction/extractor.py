@@ -8,7 +8,14 @@ from common.dataset.stream import Stream
 
 
 class ExtractError(Exception):
-    """One sequence's states could not be had; it is recorded, never stored."""
+    """The states of one sequence were not received; it is recorded as failed, and nothing of it is stored.
+
+    `retry`: worth another try; `wait_s`: the server's Retry-After.
+    """
+
+    def __init__(self, message: str, retry: bool = True, wait_s: float | None = None):
+        super().__init__(message)
+        self.retry, self.wait_s = retry, wait_s
 
 
 class Extractor(Protocol):

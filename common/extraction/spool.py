@@ -36,7 +36,7 @@ class Spool:
         self.run = PREFIX + secrets.token_hex(4)
         self.alive = open(self._alive(self.run), "wb")  # noqa: SIM115 - held open as long as the run lives
         fcntl.flock(self.alive, fcntl.LOCK_EX)
-        self.numbers, self.given_up, self.stopped = itertools.count(), set(), threading.Event()
+        self.numbers, self.abandoned, self.stopped = itertools.count(), set(), threading.Event()
         self.sweep()
 
     def _alive(self, run: str) -> Path:
@@ -67,15 +67,15 @@ class Spool:
                 raise ExtractError("the run was stopped")
             pause = min(2 * pause, POLL_S[1])
 
-    def clean(self, request: str, path: Path | None, given_up: bool) -> None:
-        """Delete what a request left. `given_up`: more of it may still come, so look again later."""
+    def clean(self, request: str, path: Path | None, abandoned: bool) -> None:
+        """Delete what a request left. `abandoned`: more of it may still arrive, so look again later."""
         if path:
             path.unlink(missing_ok=True)
             path.with_name(path.name + ".lock").unlink(missing_ok=True)
-        if given_up or self.given_up:
-            if given_up:
-                self.given_up.add(request)
-            self._delete(lambda name: any(late in name for late in list(self.given_up)))
+        if abandoned or self.abandoned:
+            if abandoned:
+                self.abandoned.add(request)
+            self._delete(lambda name: any(late in name for late in list(self.abandoned)))
 
     def sweep(self) -> None:
         """Delete what dead runs and servers left."""

@@ -1,19 +1,17 @@
 """The vLLM extractor: a client of servers that run vLLM's `extract_hidden_states` method with its connector.
 
-A request with a sample's exact ids is answered with the path of a file to come: `hidden_states` bf16 [T, A+1, H] and
-`token_ids` [T]. It is waited for, checked and deleted (common/extraction/spool.py). Our environment does not import
-vLLM; the servers and this client share a folder (`extract.spool`).
+The reply to a sample's exact ids names a file that the server is about to write: `hidden_states` bf16 [T, A+1, H] and
+`token_ids` [T]. The extractor waits for the file, checks it and deletes it (common/extraction/spool.py). vLLM is not
+imported here; the servers and this client share a folder (`extract.spool`).
 """
 
 import json
 import shutil
 import threading
 import time
-import urllib.request
 from collections.abc import Iterable, Iterator
 from concurrent.futures import FIRST_COMPLETED, Future, ThreadPoolExecutor, wait
 from contextlib import ExitStack
-from dataclasses import dataclass
 from itertools import islice
 from pathlib import Path
 
@@ -26,33 +24,18 @@ from common.dataset.stream import Stream
 from common.extraction.extractor import ExtractError
 from common.extraction.spool import Spool
 from common.pipeline.console import gb, say
-from common.pipeline.errors import SafetyStop, UserError
+from common.pipeline.errors import UserError
 from common.pipeline.settings import Extract, Target
-from common.servers.endpoints import api_roots, read_models
+from common.servers.endpoints import Endpoint, api_key, api_roots, least_loaded, status_line
+from common.servers.retries import RetryPolicy, is_retried, retry_after_s
 from common.target.sizes import TargetSizes, weights_name
 
 PROBE_TOKENS = 16
-RESTED_S = 10.0  # a server that failed is asked again only after so long, while others answer
-LONGEST_PAUSE_S = 30.0
-RETRIES = 3  # of a failed sample, with exponential backoff
-MAX_CONSECUTIVE_FAILURES = 32  # the run stops at so many failed samples in a row
 SAMPLE_TIMEOUT_S = 600.0  # deadline of one sample, its file included
-START_HINT = "start it with what --print-server-command prints"
-
-
-class Refused(ExtractError):
-    """The server says that the request itself is wrong; another try would be refused too."""
-
-
-@dataclass
-class Server:
-    """One extraction server, its requests in flight, and when it may be asked again."""
-
-    url: str
-    client: openai.OpenAI
-    model: str = ""
-    in_flight: int = 0
-    rests_until: float = 0.0
+RETRIES = 3  # of a failed sample
+MAX_CONSECUTIVE_FAILURES = 32  # samples; the run stops then
+RETRY_SERVER_AFTER_S = 10.0  # while others answer, a server that failed gets no request for this long
+START_ADVICE = "start it with what --print-server-command prints"
 
 
 class VllmExtractor:
@@ -61,27 +44,30 @@ class VllmExtractor:
     def __init__(self, target: Target, settings: Extract, aux_layers: tuple[int, ...], sizes: TargetSizes):
         self.target, self.settings, self.sizes = target, settings, sizes
         self.layers = [*aux_layers, sizes.layers]
-        self.lock, self.failed_in_a_row = threading.Lock(), 0
-        self.description = ""
+        self.policy = RetryPolicy(RETRIES, MAX_CONSECUTIVE_FAILURES, "samples")
+        self.lock, self.description = threading.Lock(), ""
 
     def __enter__(self) -> "VllmExtractor":
+        self.servers = [Endpoint(url) for url in api_roots(self.settings.extract_urls, "extract.extract_urls")]
+        unnamed = [server.url for server in self.servers if not self._check_server(server)]
+        self.description = f"vLLM at {', '.join(server.url for server in self.servers)}, "
+        self.description += f"{self.settings.extract_concurrency} requests in flight"
+        if unnamed:
+            self.description += (
+                f"; {', '.join(unnamed)} does not say which layers it extracts (with VLLM_SERVER_DEV_MODE=1 it does)"
+            )
         with ExitStack() as stack:
-            options = {"api_key": "EMPTY", "max_retries": 0, "timeout": SAMPLE_TIMEOUT_S}
-            urls = api_roots(self.settings.extract_urls, "extract.extract_urls")
-            self.servers = [Server(url, stack.enter_context(openai.OpenAI(base_url=url, **options))) for url in urls]
-            unnamed = [server.url for server in self.servers if not self._check_server(server)]
             self.spool = Spool(Path(self.settings.spool))
             stack.callback(self.spool.close)
             self._check_spool()
+            # See common/servers/retries.py for why the client must not retry.
+            options = {"api_key": api_key(), "max_retries": 0, "timeout": SAMPLE_TIMEOUT_S}
+            for server in self.servers:
+                server.client = stack.enter_context(openai.OpenAI(base_url=server.url, **options))
             self.pool = ThreadPoolExecutor(self.settings.extract_concurrency)
             stack.callback(self.pool.shutdown, wait=False, cancel_futures=True)
-            stack.callback(self.spool.stopped.set)  # first of all: a thread must not wait for a server that hangs
+            stack.callback(self.spool.stopped.set)  # called first: no thread may wait for a server that hangs
             self._exit = stack.pop_all()
-        self.description = f"vLLM at {', '.join(urls)}, {self.settings.extract_concurrency} in flight"
-        if unnamed:
-            self.description += (
-                f"; {', '.join(unnamed)} does not say which layers it extracts (VLLM_SERVER_DEV_MODE=1 makes it)"
-            )
         return self
 
     def __exit__(self, *error) -> None:
@@ -89,47 +75,45 @@ class VllmExtractor:
 
     # ---- start-up ----
 
-    def _check_server(self, server: Server) -> bool:
-        """Find the served model; raises UserError where the server is not one for this config.
+    def _check_server(self, server: Endpoint) -> bool:
+        """Find the served model; raises UserError for a server that was started for another config.
 
-        Returns whether the server told its layer list: without it only count and width of the states can be checked.
+        Returns whether the server shows which layers it extracts: otherwise only count and width of the states can be
+        checked.
         """
-        try:
-            model = read_models(server.client.models.with_raw_response.list().text)[0]
-        except (openai.OpenAIError, ValueError) as error:
-            raise UserError(f"no server answers at {server.url} ({error}); {START_HINT}") from None
-        server.model, longest = model["id"], model.get("max_model_len")
+        model = server.find_model("", START_ADVICE)
         served = [str(model[key]) for key in ("id", "root") if model.get(key)]
         if weights_name(self.target.model) not in map(weights_name, served):  # a folder of weights may have any name
             say(
                 f"  WARNING   {server.url} serves {', '.join(dict.fromkeys(served))}; target.model is "
                 f"{self.target.model}: states of another model make a useless draft"
             )
-        if type(longest) is int and longest <= self.settings.max_tokens_per_sample:
+        longest, limit = model.get("max_model_len"), self.settings.max_tokens_per_sample
+        if type(longest) is int and longest <= limit:
             raise UserError(
-                f"{server.url} takes {longest} tokens; a stream of extract.max_tokens_per_sample "
-                f"{self.settings.max_tokens_per_sample} needs one more: restart it so, or lower the setting"
+                f"{server.url} takes {longest} tokens; extract.max_tokens_per_sample {limit} needs one more: restart "
+                "the server with a larger --max-model-len, or lower the setting"
             )
-        told = _told_config(server.url)
-        layers, spool = told.get("layer_ids", self.layers), Path(told.get("shared_storage_path", self.settings.spool))
+        config = server.connector_config()
+        layers, spool = config.get("layer_ids", self.layers), config.get("shared_storage_path", self.settings.spool)
         if layers != self.layers:
-            raise UserError(f"{server.url} extracts layers {layers}, this config needs {self.layers}; re{START_HINT}")
-        if spool.resolve() != Path(self.settings.spool).resolve():
+            raise UserError(f"{server.url} extracts layers {layers}, this config needs {self.layers}; re{START_ADVICE}")
+        if Path(str(spool)).resolve() != Path(self.settings.spool).resolve():
             raise UserError(
                 f"{server.url} writes to {spool}, extract.spool is {self.settings.spool}; set --spool {spool}"
             )
-        return "layer_ids" in told
+        return "layer_ids" in config
 
     def _check_spool(self) -> None:
-        """Warn where the spool can't hold what all requests in flight may leave: a server fails then, or dies."""
-        tokens, flying = self.settings.max_tokens_per_sample, self.settings.extract_concurrency
-        wanted = flying * tokens * len(self.layers) * self.sizes.hidden_size * torch.bfloat16.itemsize
+        """Warn where the spool cannot hold the files of all requests in flight: a server would fail, or die."""
+        tokens, samples = self.settings.max_tokens_per_sample, self.settings.extract_concurrency
+        needed = samples * tokens * len(self.layers) * self.sizes.hidden_size * torch.bfloat16.itemsize
         size = shutil.disk_usage(self.spool.folder).total
-        if size < wanted:
+        if size < needed:
             say(
-                f"  WARNING   the spool {self.spool.folder} is on {gb(size)}; {flying} samples of {tokens:,} tokens in "
-                f"flight take {gb(wanted, up=True)}: another --spool, a lower --extract-concurrency, or, in Docker, "
-                f"--shm-size {-(-wanted // 10**9)}g"
+                f"  WARNING   the spool {self.spool.folder} is on {gb(size)}; {samples} samples of {tokens:,} tokens "
+                f"in flight take {gb(needed, up=True)}: another --spool, a lower --extract-concurrency, or in Docker "
+                f"--shm-size {-(-needed // 10**9)}g"
             )
 
     def probe(self, stream: Stream) -> None:
@@ -144,7 +128,7 @@ class VllmExtractor:
     # ---- states ----
 
     def states(self, streams: Iterable[Stream]) -> Iterator[tuple[Stream, States | ExtractError]]:
-        """States of each stream as it comes; at most `extract_concurrency` files lie in the spool."""
+        """States of each stream, in the order of arrival; the spool holds at most `extract_concurrency` files."""
         streams, running = iter(streams), {}
         while True:
             for stream in islice(streams, self.settings.extract_concurrency - len(running)):
@@ -154,37 +138,34 @@ class VllmExtractor:
             done: set[Future] = wait(running, return_when=FIRST_COMPLETED).done
             for future in done:
                 stream, result = running.pop(future), future.result()
-                self._watch(result)
+                if isinstance(result, ExtractError):
+                    self.policy.failed(str(result))
+                else:
+                    self.policy.succeeded()
                 yield stream, result
 
-    def _watch(self, result: States | ExtractError) -> None:
-        """The circuit breaker: a dead server must not turn a night's samples into failures."""
-        self.failed_in_a_row = self.failed_in_a_row + 1 if isinstance(result, ExtractError) else 0
-        if self.failed_in_a_row >= MAX_CONSECUTIVE_FAILURES:
-            raise SafetyStop(f"{self.failed_in_a_row} samples failed in a row, the last with: {result}; rerun to go on")
-
     def _fetch(self, stream: Stream) -> States | ExtractError:
-        for attempt in range(RETRIES + 1):
+        tries = 0
+        while True:
             with self.lock:
-                now = time.monotonic()
-                server = min(self.servers, key=lambda s: (s.rests_until > now, s.in_flight))
+                server = least_loaded(self.servers)
                 server.in_flight += 1
             try:
                 return self._try(stream, server)
-            except Refused as error:
-                return error
             except ExtractError as error:
-                problem, server.rests_until = error, time.monotonic() + RESTED_S
+                problem = error
             finally:
                 with self.lock:
                     server.in_flight -= 1
-            last = attempt == RETRIES
-            if last or self.spool.stopped.wait(min(LONGEST_PAUSE_S, 2.0**attempt)):
+            tries += 1
+            pause_s = self.policy.pause_s(tries, problem.wait_s, SAMPLE_TIMEOUT_S) if problem.retry else None
+            if problem.retry:
+                server.avoid_until = time.monotonic() + RETRY_SERVER_AFTER_S
+            if pause_s is None or self.spool.stopped.wait(pause_s):
                 return problem
-        raise AssertionError("no try was made")
 
-    def _try(self, stream: Stream, server: Server) -> States:
-        """One request and its file; raises ExtractError. Whatever happens, nothing of it stays in the spool."""
+    def _try(self, stream: Stream, server: Endpoint) -> States:
+        """One request and its file; raises ExtractError. In every case the spool is cleaned of both."""
         deadline = time.monotonic() + SAMPLE_TIMEOUT_S
         request, path, sound = self.spool.new_request(), None, False
         try:
@@ -194,9 +175,9 @@ class VllmExtractor:
             sound = True
             return states
         finally:
-            self.spool.clean(request, path, given_up=not sound)
+            self.spool.clean(request, path, abandoned=not sound)
 
-    def _ask(self, stream: Stream, server: Server, request: str) -> Path:
+    def _ask(self, stream: Stream, server: Endpoint, request: str) -> Path:
         try:
             raw = server.client.completions.with_raw_response.create(
                 model=server.model,
@@ -205,21 +186,20 @@ class VllmExtractor:
                 temperature=0.0,
                 extra_headers={"X-Request-Id": request},
             )
-            reply = json.loads(raw.text)
+            path = Path(json.loads(raw.text)["kv_transfer_params"]["hidden_states_path"]).resolve()
         except openai.APIStatusError as error:
-            kind = Refused if error.status_code in (400, 404, 413, 422) else ExtractError
-            raise kind(f"HTTP {error.status_code}: {' '.join(error.response.text.split())[:300]}") from None
+            message, wait_s = status_line(error.status_code, error.response.text), retry_after_s(error.response.headers)
+            raise ExtractError(message, is_retried(error.status_code), wait_s) from None
+        except (KeyError, TypeError):
+            raise ExtractError(f"the server sent no hidden_states_path; {START_ADVICE}") from None
         except (openai.OpenAIError, ValueError) as error:
             raise ExtractError(f"{type(error).__name__}: {error}") from None
-        except RuntimeError as error:  # the client was closed under us
+        except RuntimeError as error:  # __exit__ has closed the client meanwhile
             raise ExtractError(f"the run was stopped: {error}") from None
-        found = (reply.get("kv_transfer_params") or {}).get("hidden_states_path") if isinstance(reply, dict) else None
-        if not isinstance(found, str):
-            raise ExtractError(f"the server sent no hidden_states_path; {START_HINT}")
-        path = Path(found).resolve()
         if path.parent != self.spool.folder:
-            raise Refused(
-                f"the server writes to {path.parent}, extract.spool is {self.spool.folder}: both must be one folder"
+            raise ExtractError(
+                f"the server writes to {path.parent}, extract.spool is {self.spool.folder}: both must be one folder",
+                retry=False,
             )
         return path
 
@@ -231,26 +211,12 @@ class VllmExtractor:
             raise ExtractError(f"{path.name} is not whole: {error}") from None
         if ids.tolist() != stream.ids.tolist():
             raise ExtractError(f"{path.name} holds {len(ids)} other token ids: the file of another request")
-        wanted = (len(stream), len(self.layers), self.sizes.hidden_size)
-        if states.shape != wanted or states.dtype != torch.bfloat16:
+        shape = (len(stream), len(self.layers), self.sizes.hidden_size)
+        if states.shape != shape or states.dtype != torch.bfloat16:
             raise ExtractError(
-                f"states are {states.dtype} {list(states.shape)}, expected bfloat16 {list(wanted)}: "
+                f"states are {states.dtype} {list(states.shape)}, expected bfloat16 {list(shape)}: "
                 f"the server must extract layers {self.layers}"
             )
-        if not states[-1].any():  # what is written last; a file made at full size would be zero where it was cut
+        if not states[-1].any():  # written last; a file allocated at full size stays zero where the writer stopped
             raise ExtractError(f"{path.name} is not whole: its last state is zero")
         return States(states[:, :-1].reshape(len(stream), -1), states[:, -1].contiguous())
-
-
-def _told_config(url: str) -> dict:
-    """The connector's settings, which a server in development mode tells; empty where it tells nothing.
-
-    vLLM 0.32 tells its layer list nowhere, so the printed command writes it there a second time: see
-    common/servers/commands.py.
-    """
-    page = url.removesuffix("/v1") + "/server_info?config_format=json"
-    try:
-        with urllib.request.urlopen(page, timeout=30) as response:
-            return dict(json.load(response)["vllm_config"]["kv_transfer_config"]["kv_connector_extra_config"])
-    except (OSError, ValueError, KeyError, TypeError):
-        return {}

@@ -1,4 +1,4 @@
-"""Reading a chat completion from the body that was received, wherever the server put the reasoning; and the models.
+"""The answer in the raw body of a chat completion, wherever the server put the reasoning.
 
 The openai client's typed objects hide fields that they do not know: that is how `reasoning` was once lost. So nothing
 here looks at them.
@@ -7,18 +7,18 @@ here looks at them.
 import json
 
 from common.generation.engine import Answer, EngineError
-from common.servers.endpoints import shortly
+from common.servers.endpoints import excerpt
 from common.target.protocol import Protocol
 
 REASONING_FIELDS = ("reasoning", "reasoning_content")  # vLLM 0.16 and newer; SGLang and older vLLM
 FINISHED = ("stop", "length", "tool_calls", "function_call", "content_filter")
 
 
-def read_reply(text: str, protocol: Protocol, opened: bool, server: str = "") -> Answer:
+def read_reply(text: str, protocol: Protocol, prompt_ids: list[int], server: str = "") -> Answer:
     """The answer in a chat completion's raw body; raises EngineError for a body that is none.
 
-    `opened`: the prompt leaves the reasoning open, so that a closing marker in the content is the target's own. So is
-    an opening one at its start, where the target writes both.
+    A closing marker in the content is the target's own where the prompt leaves the reasoning open, or where the content
+    begins with an opening marker. Then the content is split there.
     """
     try:
         body = json.loads(text)
@@ -28,13 +28,14 @@ def read_reply(text: str, protocol: Protocol, opened: bool, server: str = "") ->
         content = message.get("content")
         fields = field_kinds(message)
     except (ValueError, KeyError, IndexError, TypeError, AttributeError):
-        raise EngineError(_no_reply(text), retry=True) from None
-    if finish_reason not in FINISHED:  # "abort", "error" or nothing: the server gave up on this one
+        raise EngineError(f"no chat completion but {excerpt(text)}", retry=True) from None
+    if finish_reason not in FINISHED:  # "abort", "error" or nothing: the server gave up on this request
         raise EngineError(f"the server finished with {finish_reason!r}", retry=True)
     if not isinstance(content, str | None):
-        raise EngineError(f"the content is no text but {_kind(content)}", retry=False)
-    field = next((name for name in REASONING_FIELDS if _is_text(message.get(name))), "")
+        raise EngineError(f"the content is not text but {_kind(content)}", retry=False)
+    field = next((name for name in REASONING_FIELDS if _kind(message.get(name)) == "text"), "")
     reasoning = message.get(field)
+    opened = protocol.think_open_in_prompt(prompt_ids)
     begins = protocol.think_open is not None and (content or "").lstrip().startswith(protocol.think_open_text)
     if not field and content and (begins or (opened and protocol.think_close_text in content)):
         field = "content"
@@ -58,12 +59,8 @@ def read_reply(text: str, protocol: Protocol, opened: bool, server: str = "") ->
 
 
 def field_kinds(value: dict) -> dict[str, str]:
-    """What each field of a received object holds, in a word or two."""
+    """The kind of value in each field of a received object, for people: "text", "empty text", "null", "list" ..."""
     return {str(name): _kind(item) for name, item in value.items()}
-
-
-def _is_text(value) -> bool:
-    return isinstance(value, str) and bool(value)
 
 
 def _kind(value) -> str:
@@ -78,8 +75,3 @@ def _kind(value) -> str:
 
 def _ids(value) -> list[int] | None:
     return value if isinstance(value, list) and value and all(type(id) is int for id in value) else None
-
-
-def _no_reply(text: str) -> str:
-    """Why a body with status 200 is no reply: the server's own error message where it has one."""
-    return f"no chat completion but {shortly(text)}"

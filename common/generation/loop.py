@@ -6,7 +6,6 @@ finished samples survive whatever stops the run.
 
 import asyncio
 import os
-import random
 import time
 from collections import Counter
 
@@ -18,10 +17,10 @@ from common.pipeline.console import Progress, say
 from common.pipeline.errors import SafetyStop
 from common.pipeline.settings import Generate
 from common.questions.conversations import Unusable
+from common.servers.retries import RetryPolicy
 from common.target.protocol import Protocol
 
-LONGEST_PAUSE_S = 60.0
-RETRIES = 4  # of a failed request, with exponential backoff
+RETRIES = 4  # of a failed request
 MAX_CONSECUTIVE_FAILURES = 64  # the run stops after this many failed requests in a row
 SILENCE_AFTER = 16  # a run with thinking on stops if none of this many first replies has reasoning
 MAX_SILENT_SHARE = 0.1  # warn above this share of samples without reasoning
@@ -43,7 +42,7 @@ class Generation:
         self.engine, self.protocol, self.settings, self.pending = engine, protocol, settings, pending
         self.records, self.counts = records, records.counts
         self.sampling = sampling_of(settings)
-        self.failed_in_a_row = self.in_flight = 0
+        self.policy, self.in_flight = RetryPolicy(RETRIES, MAX_CONSECUTIVE_FAILURES, "requests"), 0
         # Hold the first replies until one has reasoning. If the server drops reasoning, none of them may be stored, or
         # a resumed run would skip them.
         self.watching = self.sampling.thinking and protocol.think_open is not None
@@ -123,7 +122,7 @@ class Generation:
             return None
         finally:
             self.in_flight -= 1
-        self.failed_in_a_row = 0
+        self.policy.succeeded()
         if silent:
             self._hold(record, answer)
         else:
@@ -133,9 +132,9 @@ class Generation:
         return record
 
     async def _ask(self, request: Request) -> tuple[Answer, float]:
-        """(answer, its seconds): growing pauses with jitter between tries, or as long as the server asks for.
+        """(answer, its seconds), retried as the policy says.
 
-        A request that never arrived is no try: it waits until a server takes connections again.
+        A request that no server received counts as no try: it waits until a server accepts connections again.
         """
         tries = 0
         while True:
@@ -153,12 +152,10 @@ class Generation:
                     raise SafetyStop(f"no server for {self.settings.outage_s:g} s ({error}); start it and rerun")
                 continue
             tries += 1
-            if not error.retry or tries > RETRIES:
+            pause_s = self.policy.pause_s(tries, error.wait_s, self.settings.request_timeout_s) if error.retry else None
+            if pause_s is None:
                 raise error
-            pause = min(2.0 ** (tries - 1), LONGEST_PAUSE_S) * random.uniform(0.5, 1.0)
-            if error.wait_s is not None:  # what the server asks for is honoured, within the request's own deadline
-                pause = min(error.wait_s, self.settings.request_timeout_s) * random.uniform(1.0, 1.1)
-            await asyncio.sleep(pause)
+            await asyncio.sleep(pause_s)
 
     # ---- records, replies without reasoning, failures ----
 
@@ -207,13 +204,9 @@ class Generation:
         )
 
     def _count_failure(self, id: str, source: dict, reason: str) -> None:
-        self.failed_in_a_row += 1
         self.records.fail(id, source, reason)
         self._show(0)
-        if self.failed_in_a_row == MAX_CONSECUTIVE_FAILURES:
-            raise SafetyStop(
-                f"{self.failed_in_a_row} requests failed in a row, the last with: {reason}; rerun to go on"
-            )
+        self.policy.failed(reason)
 
     def _show(self, done: int) -> None:
         counts, elapsed = self.counts, max(time.monotonic() - self.started, 1e-9)

@@ -1,58 +1,59 @@
-"""`01b --probe`: one question, asked by raw HTTP and by the client, and what each of them shows.
+"""`01b --probe`: one question, asked by plain HTTP and by the openai client, and the fields that each of them shows.
 
-This is how the fault was found that this project began with: a server that sent `reasoning`, a client that showed none.
+The project began with a fault of this kind: the server sent `reasoning`, and the client showed none.
 """
 
 import asyncio
 import json
-import urllib.error
-import urllib.request
 
 from common.generation.completion import REASONING_FIELDS, field_kinds, read_reply
 from common.generation.engine import Answer, EngineError, Request
-from common.generation.openai_engine import OpenAIServers, Server
+from common.generation.openai_engine import OpenAIServers
 from common.generation.record import Record, check_rebuilt, make_record
 from common.generation.work import sampling_of
 from common.pipeline.command_line import Settings
 from common.pipeline.console import say, table
-from common.servers.endpoints import api_key, arguments_of
+from common.servers.endpoints import Endpoint, ServerError, client_arguments
 from common.target.protocol import Protocol
 
 QUESTION = "What is 17 times 23? Think it through, then answer in one sentence."
-LONGEST_TOKENS, TIMEOUT_S = 1024, 600.0
+MAX_TOKENS, TIMEOUT_S = 1024, 600.0
 
 
 async def probe(settings: Settings, protocol: Protocol, engine) -> int:
-    """Look at one reply of each server, or of the local engine; prints a verdict, returns the exit code."""
+    """Print what one reply of each server, or of the local engine, holds, and a verdict. Returns the exit code."""
     system = settings.questions.system_prompt
     messages = [{"role": "system", "content": system}] * bool(system) + [{"role": "user", "content": QUESTION}]
     sampling = sampling_of(settings.generate)
     prompt_ids = protocol.prompt_ids(messages, sampling.thinking)
-    request = Request("0" * 16, messages, prompt_ids, 0, min(sampling.max_tokens, LONGEST_TOKENS))
+    request = Request("0" * 16, messages, prompt_ids, 0, min(sampling.max_tokens, MAX_TOKENS))
     problems: list[str] = []
     async with engine:
         if not isinstance(engine, OpenAIServers):
             problems += _judge(request, await engine.answer(request, sampling), sampling, protocol, engine.model)
         else:
             for server in engine.servers:
-                found = await _probe_server(engine, server, request, sampling, protocol)
-                problems += [f"{server.url}: {problem}" if len(engine.servers) > 1 else problem for problem in found]
+                name = f"{server.url}: " if len(engine.servers) > 1 else ""
+                problems += [name + text for text in await _probe_server(engine, server, request, sampling, protocol)]
     say(f"verdict: not ready: {'; '.join(problems)}" if problems else "verdict: ready")
     return 3 if problems else 0
 
 
-async def _probe_server(engine: OpenAIServers, server: Server, request: Request, sampling, protocol: Protocol) -> list:
+async def _probe_server(
+    engine: OpenAIServers, server: Endpoint, request: Request, sampling, protocol: Protocol
+) -> list:
+    import openai
+
     say(f"probe of {server.url}")
     body = engine.body(request, sampling)
     try:
-        text = await asyncio.to_thread(_post, server.url, body, api_key())
-        opened = protocol.think_open_in_prompt(request.prompt_ids)
-        answer = read_reply(text, protocol, opened, server.version)
-        shown = await server.client.chat.completions.create(**arguments_of(body))
-    except EngineError as error:
+        text = await asyncio.to_thread(server.chat, body, TIMEOUT_S)
+        answer = read_reply(text, protocol, request.prompt_ids, server.version)
+        shown = (await server.client.chat.completions.create(**client_arguments(body))).choices[0].message
+    except (EngineError, ServerError) as error:
         return [str(error)]
-    except Exception as error:  # whatever the client raises is what the user must see
-        return [f"{type(error).__name__}: {' '.join(str(error).split())[:300]}"]
+    except (openai.OpenAIError, ValueError, TypeError, AttributeError) as error:  # the second reply is none
+        return [f"by the openai client: {type(error).__name__}: {' '.join(str(error).split())[:300]}"]
     raw = json.loads(text)
     outer = {key: value for key, value in raw.items() if key != "choices"}
     choice = {key: value for key, value in raw["choices"][0].items() if key != "message"}
@@ -60,28 +61,28 @@ async def _probe_server(engine: OpenAIServers, server: Server, request: Request,
         [
             ("server", server.version),
             ("model", engine.model),
-            ("raw HTTP", _listed(field_kinds(outer))),
+            ("plain HTTP", _listed(field_kinds(outer))),
             ("  choice", _listed(field_kinds(choice))),
             ("  message", _listed(answer.fields)),
-            ("client", _listed(field_kinds(_attributes(shown.choices[0].message)))),
+            ("client", _listed(field_kinds(_attributes(shown)))),
         ]
     )
     return _judge(request, answer, sampling, protocol, engine.model)
 
 
 def _judge(request: Request, answer: Answer, sampling, protocol: Protocol, model: str) -> list[str]:
-    """Print what one reply tells, and return what is wrong with it."""
+    """Print what one reply shows, and return what is wrong with it."""
     known = answer.has_ids
     prompt_ids = answer.prompt_ids if known else request.prompt_ids
     received = answer.output_ids or []
     tail = protocol.prompt_tail(sampling.thinking)
     names = {protocol.think_open_text: protocol.think_open, protocol.think_close_text: protocol.think_close}
-    found = [f"{name} {prompt_ids[-len(tail):].count(id)} in the prompt's tail, {received.count(id)} in the output"
+    counts = [f"{name} {prompt_ids[-len(tail):].count(id)} in the end of the prompt, {received.count(id)} in the output"
              for name, id in names.items() if id is not None]  # fmt: skip
     rows = [
-        ("think tokens", f"by the tokenizer: open {protocol.think_open}, close {protocol.think_close}"),
-        ("  received", "; ".join(found) if known else "the server sends no token ids"),
-        ("prompt's tail", f"{prompt_ids[-len(tail) :]} wanted {tail}"),
+        ("think tokens", f"in the tokenizer: open {protocol.think_open}, close {protocol.think_close}"),
+        ("  received", "; ".join(counts) if known else "the server sends no token ids"),
+        ("end of prompt", f"{prompt_ids[-len(tail) :]}, expected {tail}"),
         ("reasoning", f"from {answer.reasoning_field or 'no field'}, {len(answer.reasoning or '')} characters"),
         ("content", f"{len(answer.content or '')} characters"),
         ("finish reason", answer.finish_reason),
@@ -104,47 +105,34 @@ def _judge(request: Request, answer: Answer, sampling, protocol: Protocol, model
         except EngineError as error:
             problems.append(str(error))
     if record and not known:
-        say("  note: without ids from the server they are rebuilt from text; vLLM sends them for return_token_ids")
+        say("  note: the server sends no token ids, so they are rebuilt from the text; vLLM sends them on request")
     return problems
 
 
 def _problems(answer: Answer, record: Record, protocol: Protocol, thinking: bool) -> list[str]:
-    """What is wrong with a reply that is sound in itself."""
+    """What is wrong with a reply whose record is sound: no reasoning, or a prompt other than ours."""
     problems = []
     if thinking and protocol.think_open is not None and answer.server and answer.fields:
         if record.received["reasoning_field"] == "content":
             problems.append(
-                "the reasoning stands inside the content: no reasoning parser (vLLM: start it with "
-                "--reasoning-parser kimi_k2); a run would read it from there"
+                "the reasoning is inside the content, since the server has no reasoning parser (vLLM: start it with "
+                "--reasoning-parser kimi_k2); a run would split it off there"
             )
         elif answer.reasoning_field not in REASONING_FIELDS:
             problems.append(
                 "thinking is on and no field carries reasoning (vLLM: start it with --reasoning-parser kimi_k2)"
             )
     if not record.received["prompt_as_ours"]:
-        said = (answer.usage or {}).get("prompt_tokens")
+        counted = (answer.usage or {}).get("prompt_tokens")
         problems.append(
-            f"the server's prompt has other tokens than the template's ({said} of its own): other template?"
+            f"the server's prompt has {counted} tokens, not those of this tokenizer's template: start it with the "
+            "model's own chat template"
         )
     return problems
 
 
-def _post(url: str, body: dict, key: str) -> str:
-    """The raw body of a chat completion, by nothing but HTTP."""
-    headers = {"content-type": "application/json", "authorization": f"Bearer {key}"}
-    request = urllib.request.Request(f"{url}/chat/completions", json.dumps(body).encode(), headers)
-    try:
-        with urllib.request.urlopen(request, timeout=TIMEOUT_S) as response:
-            return response.read().decode("utf-8", "replace")
-    except urllib.error.HTTPError as error:
-        said = " ".join(error.read().decode("utf-8", "replace").split())[:300]
-        raise EngineError(f"HTTP {error.code}: {said}", retry=False) from None
-    except OSError as error:
-        raise EngineError(f"no reply: {error}", retry=False) from None
-
-
 def _attributes(message) -> dict:
-    """What a typed object of the client shows: its declared fields, and those that it keeps apart as unknown."""
+    """The fields of a typed object of the client: the declared ones, and in brackets those unknown to its type."""
     declared = {name: getattr(message, name) for name in type(message).model_fields}
     return declared | {f"({name})": value for name, value in (message.model_extra or {}).items()}
 

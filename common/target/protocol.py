@@ -42,7 +42,7 @@ class Protocol:
 
     def __init__(self, tokenizer, target: Target):
         self.tokenizer, self.backend = tokenizer, tokenizer.backend_tokenizer
-        self.thinking_argument = target.thinking_argument
+        self.target = target
         self.added = {token.content: id for id, token in tokenizer.added_tokens_decoder.items()}
         self.think_open = self._control("think_open", target.think_open, target.think_open_id)
         close = target.think_close if target.think_open else ""
@@ -80,7 +80,7 @@ class Protocol:
         """Check that our prompt ids are the tokenizer's own for plain text; returns the tail that all prompts share."""
         first, second = (self.prompt_ids(chat, thinking) for chat in SAMPLE_CHATS)
         own = self.tokenizer.apply_chat_template(
-            SAMPLE_CHATS[0], add_generation_prompt=True, return_dict=False, **self.template_arguments(thinking)
+            SAMPLE_CHATS[0], add_generation_prompt=True, return_dict=False, **template_arguments(self.target, thinking)
         )
         if first != list(own):
             raise UserError(f"our prompt ids differ from those of the tokenizer's chat template (thinking={thinking})")
@@ -103,10 +103,6 @@ class Protocol:
         except Unrenderable:
             return False
         return all(text in rendered for text in ("argvalue", "toolresult"))
-
-    def template_arguments(self, thinking: bool) -> dict:
-        """The `chat_template_kwargs` of a request; empty for a target that does not think."""
-        return {self.thinking_argument: thinking} if self.think_open is not None else {}
 
     def prompt_ids(self, messages: list[dict], thinking: bool = True) -> list[int]:
         """Token ids of the generation prompt; raises Unrenderable.
@@ -136,7 +132,7 @@ class Protocol:
     def _render(self, messages: list[dict], thinking: bool) -> str:
         try:
             return self.tokenizer.apply_chat_template(
-                messages, tokenize=False, add_generation_prompt=True, **self.template_arguments(thinking)
+                messages, tokenize=False, add_generation_prompt=True, **template_arguments(self.target, thinking)
             )
         except Exception as error:  # a template is the vendor's program and may raise anything
             raise Unrenderable(" ".join(f"{type(error).__name__}: {error}".split())[:200]) from None
@@ -254,6 +250,12 @@ def _shared_length(one, other) -> int:
     """The number of equal items at the start of two sequences."""
     pairs = enumerate(zip(one, other, strict=False))
     return next((at for at, (a, b) in pairs if a != b), min(len(one), len(other)))
+
+
+def template_arguments(target: Target, thinking: bool) -> dict:
+    """The arguments of the chat template, and `chat_template_kwargs` of a request; empty for a target that does not
+    think."""
+    return {target.thinking_argument: thinking} if target.think_open else {}
 
 
 def load_protocol(target: Target) -> Protocol:

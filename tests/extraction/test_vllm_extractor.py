@@ -23,8 +23,8 @@ KIND = ShardKind("t", "", HIDDEN, AUX)
 
 @pytest.fixture(autouse=True)
 def quick(monkeypatch):
-    monkeypatch.setattr("common.extraction.vllm_extractor.LONGEST_PAUSE_S", 0.01)
-    monkeypatch.setattr("common.extraction.vllm_extractor.RESTED_S", 0.2)
+    monkeypatch.setattr("common.servers.retries.LONGEST_PAUSE_S", 0.01)
+    monkeypatch.setattr("common.extraction.vllm_extractor.RETRY_SERVER_AFTER_S", 0.2)
     monkeypatch.setattr("common.extraction.spool.FILE_GRACE_S", 0.05)
 
 
@@ -178,7 +178,7 @@ def test_a_server_that_names_its_files_itself_is_served_too(server, spool):
 def test_a_dead_server_stops_the_run(server, spool):
     made = extractor(server, spool=spool, RETRIES=1, MAX_CONSECUTIVE_FAILURES=5)
     seen = []
-    with pytest.raises(SafetyStop, match=r"5 samples failed in a row.*APIConnectionError.*rerun to go on"):
+    with pytest.raises(SafetyStop, match=r"5 samples failed in a row.*APIConnectionError.*rerun to resume"):
         for s, result in results(made, [stream(n) for n in range(40)]):
             seen.append((s, result))
             server.stop()

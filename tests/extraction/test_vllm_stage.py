@@ -18,7 +18,7 @@ RETRIES = "common.extraction.vllm_extractor.RETRIES"
 
 @pytest.fixture(autouse=True)
 def quick(monkeypatch):
-    monkeypatch.setattr("common.extraction.vllm_extractor.LONGEST_PAUSE_S", 0.01)
+    monkeypatch.setattr("common.servers.retries.LONGEST_PAUSE_S", 0.01)
     monkeypatch.setattr("common.extraction.spool.FILE_GRACE_S", 0.05)
 
 

@@ -21,7 +21,7 @@ ERROR_BODY = Reply(body={"error": {"message": "engine is dead", "code": 500}})
 @pytest.fixture(autouse=True)
 def quick_pauses(monkeypatch):
     """Pauses between tries of milliseconds; what a server asks for is waited for in full."""
-    monkeypatch.setattr("common.generation.loop.LONGEST_PAUSE_S", 0.01)
+    monkeypatch.setattr("common.servers.retries.LONGEST_PAUSE_S", 0.01)
     monkeypatch.setattr("common.generation.openai_engine.POLL_S", 0.05)
 
 

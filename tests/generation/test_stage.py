@@ -156,7 +156,7 @@ def test_probe(place, tiny, form, ids, code, verdict):
     last = out.strip().splitlines()[-1]
     assert last.startswith("verdict: ") and verdict in last
     assert f"open {tiny.think_open}, close {tiny.think_close}" in out and "vLLM 0.0-fake" in out
-    assert f"{tiny.prompt_tail(True)} wanted {tiny.prompt_tail(True)}" in out and "finish reason" in out
+    assert f"{tiny.prompt_tail(True)}, expected {tiny.prompt_tail(True)}" in out and "finish reason" in out
     assert ("equal to the server's" in out) == (ids and form != "neither")
     raw, client = (
         next(line for line in out.splitlines() if line.startswith(f"  {name} ")) for name in ("  message", "client")

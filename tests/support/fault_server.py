@@ -137,9 +137,12 @@ class FaultServer:
         Without texts the reply is made up of the question, so that equal requests get equal replies.
         """
         protocol, form = self.protocol, changes.get("form", self.form)
-        thinking = body.get("chat_template_kwargs", {}).get(protocol.thinking_argument, True)
+        thinking = body.get("chat_template_kwargs", {}).get(protocol.target.thinking_argument, True)
         prompt_ids = protocol.tokenizer.apply_chat_template(
-            body["messages"], add_generation_prompt=True, return_dict=False, **{protocol.thinking_argument: thinking}
+            body["messages"],
+            add_generation_prompt=True,
+            return_dict=False,
+            **{protocol.target.thinking_argument: thinking},
         )
         finish = changes.get("finish", "stop")
         if reasoning is None and content is None:
