@@ -1,12 +1,10 @@
-"""Acceptance and speed of a draft on a running vLLM server, over questions; beside the same target without it.
+"""Acceptance and speed of a draft on a running vLLM server over questions, and of the same target without the draft.
 
-Works with any vLLM server that was started with a draft: nothing of the run that trained it is needed.
+Works with any vLLM server that was started with a draft; the run that trained it is not needed.
 """
 
 import json
 import time
-import urllib.error
-import urllib.request
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, replace
 
@@ -15,87 +13,78 @@ from common.pipeline.errors import UserError
 from common.pipeline.settings import Generate, Questions, Serving, Target
 from common.questions.questions import Question, QuestionStream
 from common.servers.draft_counters import DraftCounts, draft_counts
-from common.servers.endpoints import api_key
-from common.target.messages import on_the_wire
+from common.servers.endpoints import Endpoint, ServerError, api_roots, chat_body, excerpt, fetch
 
 QUESTIONS = 80  # without --n
 REQUEST_TIMEOUT_S = 3600.0
-FOREIGN_SHARE = 0.05  # more tokens out of drafts than were asked for: somebody else uses the server
+FOREIGN_SHARE = 0.05  # with this share more drafted tokens than the questions took, another client uses the server
 WARM_UP_TOKENS = 8
 SETTLE_S, SETTLE_READS = 0.2, 10
-PAGE_TIMEOUT_S = 30.0
 
 
 @dataclass(frozen=True)
 class Reply:
-    """One answer: its tokens (ids where the server sends them, else the text) and their number; an error otherwise."""
+    """One answer: its number of tokens, and its token ids, or its texts where the server sends no ids; or an error."""
 
     tokens: int = 0
-    written: object = None
+    output: object = None
     error: str = ""
 
 
-class Server:
-    """One OpenAI-compatible server, spoken to from threads."""
+def connect(url: str, flag: str, served_model: str) -> Endpoint:
+    """The server at a URL that the user gave with `flag`."""
+    server = Endpoint(*api_roots((url,), flag))
+    server.find_model(served_model, "start it, or give the right URL")
+    server.find_version()
+    return server
 
-    def __init__(self, url: str, api_key: str, timeout_s: float, model: str = ""):
-        if not url.startswith(("http://", "https://")):
-            raise UserError(f"--serve-eval, --without-draft: {url!r} must start with http:// or https://")
-        self.root = url.rstrip("/").removesuffix("/v1")
-        self.api_key, self.timeout_s = api_key, timeout_s
-        listed = [entry["id"] for entry in json.loads(self._page("/v1/models"))["data"]]
-        self.model = model or listed[0]
-        if self.model not in listed:
-            raise UserError(f"{self.root} serves {', '.join(listed)}, not {self.model!r}")
-        try:
-            self.version = json.loads(self._page("/version"))["version"]
-        except (UserError, ValueError, KeyError):
-            self.version = "unknown"
 
-    def _request(self, page: str, body: dict | None, timeout_s: float) -> bytes:
-        headers = {"Authorization": f"Bearer {self.api_key}", "Content-Type": "application/json"}
-        data = None if body is None else json.dumps(body).encode()
-        with urllib.request.urlopen(urllib.request.Request(self.root + page, data, headers), timeout=timeout_s) as got:
-            return got.read()
+def read_counts(server: Endpoint) -> DraftCounts | None:
+    """The server's draft counters now; None when it does not draft."""
+    page = ""
+    try:
+        page = fetch(f"{server.root}/metrics")
+        return draft_counts(page, server.model)
+    except ServerError as error:
+        raise UserError(f"{server.root}/metrics does not answer ({error}); is the server running?") from None
+    except (ValueError, OverflowError):
+        raise UserError(f"{server.root}/metrics is no page of counters but {excerpt(page)}") from None
 
-    def _page(self, page: str) -> str:
-        try:
-            return self._request(page, None, PAGE_TIMEOUT_S).decode("utf-8", "replace")
-        except OSError as error:
-            raise UserError(f"{self.root}{page} does not answer ({error}); is the server running?") from None
 
-    def counts(self) -> DraftCounts | None:
-        """What it has counted about its drafts; None when it does not draft."""
-        return draft_counts(self._page("/metrics"), self.model)
+def settled_counts(server: Endpoint) -> DraftCounts:
+    """The counters once they no longer change: an answer can arrive before its last step was counted."""
+    counts = read_counts(server)
+    for _ in range(SETTLE_READS):
+        time.sleep(SETTLE_S)
+        before, counts = counts, read_counts(server)
+        if counts == before:
+            break
+    if counts is None:
+        raise UserError(
+            f"{server.root}/metrics counts no drafts: start the server with --speculative-config, and without "
+            "--disable-log-stats"
+        )
+    return counts
 
-    def settled_counts(self) -> DraftCounts | None:
-        """The counters once they stand still: an answer can arrive before its last step was counted."""
-        found = self.counts()
-        for _ in range(SETTLE_READS):
-            time.sleep(SETTLE_S)
-            before, found = found, self.counts()
-            if found == before:
-                break
-        return found
 
-    def ask(self, body: dict) -> Reply:
-        """One chat completion."""
-        try:
-            answer = json.loads(self._request("/v1/chat/completions", body | {"model": self.model}, self.timeout_s))
-            choice = answer["choices"][0]
-            message = choice["message"]
-            text = [message.get("reasoning") or message.get("reasoning_content"), message.get("content")]
-            return Reply(answer["usage"]["completion_tokens"], choice.get("token_ids") or text)
-        except urllib.error.HTTPError as error:
-            return Reply(error=f"HTTP {error.code}: {error.read()[:200].decode('utf-8', 'replace')}")
-        except (OSError, ValueError, KeyError, IndexError, TypeError) as error:
-            return Reply(error=f"{type(error).__name__}: {error}")
+def ask(server: Endpoint, body: dict) -> Reply:
+    """One chat completion."""
+    try:
+        reply = json.loads(server.chat(body | {"model": server.model}, REQUEST_TIMEOUT_S))
+        choice = reply["choices"][0]
+        message = choice["message"]
+        texts = [message.get("reasoning") or message.get("reasoning_content"), message.get("content")]
+        return Reply(int(reply["usage"]["completion_tokens"]), choice.get("token_ids") or texts)
+    except ServerError as error:
+        return Reply(error=str(error))
+    except (ValueError, KeyError, IndexError, TypeError, AttributeError) as error:
+        return Reply(error=f"not a chat completion: {type(error).__name__}: {error}")
 
 
 def read_questions(settings: Serving, of_config: Questions, count: int) -> list[Question]:
-    """The first questions of the file, or of the config's data set in an order of another seed than 01's.
+    """The first questions of the file, or of the config's data set shuffled with another seed than 01b's.
 
-    01 answers the first of its own order: under another seed few of a large set's first were trained on.
+    01b answers the first questions in its own order; under another seed, few of the first were trained on.
     """
     if settings.questions:
         source = replace(of_config, dataset=settings.questions, shuffle_seed=-1, streaming=False)
@@ -113,29 +102,28 @@ def read_questions(settings: Serving, of_config: Questions, count: int) -> list[
 
 
 def request_body(question: Question, settings: Serving, target: Target, generate: Generate) -> dict:
-    """The JSON of a chat completion, asked as 01 asks but for the temperature."""
-    body = {
-        "messages": [on_the_wire(message) for message in question.messages],
-        "temperature": settings.eval_temperature,
-        "max_tokens": settings.eval_max_tokens,
-        "seed": generate.seed,
-        "return_token_ids": True,
-    }
-    if target.think_open:
-        body["chat_template_kwargs"] = {target.thinking_argument: generate.thinking}
-    if target.think_open and generate.thinking and generate.thinking_budget:
-        body["thinking_token_budget"] = generate.thinking_budget
-    return body if settings.eval_temperature == 0 else body | {"top_p": generate.top_p}
+    """The body of a chat request as 01b sends it, except for temperature and length."""
+    return chat_body(
+        target,
+        "",
+        question.messages,
+        thinking=generate.thinking,
+        thinking_budget=generate.thinking_budget,
+        temperature=settings.eval_temperature,
+        top_p=generate.top_p,
+        max_tokens=settings.eval_max_tokens,
+        seed=generate.seed,
+    )
 
 
-def ask_all(server: Server, bodies: list[dict], concurrency: int, name: str) -> tuple[list[Reply], float]:
-    """(the replies in the order of the questions, seconds from the first request to the last answer)."""
-    pool = ThreadPoolExecutor(concurrency)
+def ask_all(server: Endpoint, bodies: list[dict], settings: Serving, name: str) -> tuple[list[Reply], float]:
+    """(the replies in the order of the bodies, seconds from the first request to the last answer)."""
+    pool = ThreadPoolExecutor(settings.eval_concurrency)
     started = time.monotonic()
     try:
         with Progress(name, len(bodies), "questions") as progress:
             replies = []
-            for reply in pool.map(server.ask, bodies):
+            for reply in pool.map(lambda body: ask(server, body), bodies):
                 replies.append(reply)
                 progress.update(1, tokens=f"{sum(r.tokens for r in replies):,}")
     finally:
@@ -144,6 +132,7 @@ def ask_all(server: Server, bodies: list[dict], concurrency: int, name: str) -> 
 
 
 def speed(replies: list[Reply], seconds: float) -> dict:
+    """Counts and tokens/s of the replies; raises UserError when all failed."""
     failed = [reply.error for reply in replies if reply.error]
     if len(failed) == len(replies):
         raise UserError(f"no question was answered; the first error: {failed[0]}")
@@ -155,27 +144,23 @@ def speed(replies: list[Reply], seconds: float) -> dict:
 
 
 def measure(settings: Serving, target: Target, generate: Generate, questions: list[Question]) -> dict:
-    """Ask every question of the drafting server, and of the one without a draft; returns figures for the report."""
-    server = Server(settings.serve_eval, api_key(), REQUEST_TIMEOUT_S, generate.served_model)
+    """Ask all questions on the server that drafts and on the one without; returns figures for the report."""
+    server = connect(settings.serve_eval, "--serve-eval", generate.served_model)
+    settled_counts(server)
     plain = None
     if settings.without_draft:
-        plain = Server(settings.without_draft, api_key(), REQUEST_TIMEOUT_S, generate.served_model)
-    if server.counts() is None:
-        raise UserError(
-            f"{server.root}/metrics counts no drafts: start the server with --speculative-config, and without "
-            "--disable-log-stats"
-        )
-    if plain and plain.counts() is not None:
-        raise UserError(f"--without-draft: {plain.root} drafts, too; start it without --speculative-config")
+        plain = connect(settings.without_draft, "--without-draft", generate.served_model)
+        if read_counts(plain) is not None:
+            raise UserError(f"--without-draft: {plain.root} drafts, too; start it without --speculative-config")
     bodies = [request_body(question, settings, target, generate) for question in questions]
-    for each in filter(None, (server, plain)):  # compiling and first allocations are not what is measured
-        each.ask(bodies[0] | {"max_tokens": WARM_UP_TOKENS})
-    before = server.settled_counts()
-    replies, seconds = ask_all(server, bodies, settings.eval_concurrency, "with the draft")
-    counted = server.settled_counts().since(before)
+    for each in filter(None, (server, plain)):  # compilation and first allocations must not be measured
+        ask(each, bodies[0] | {"max_tokens": WARM_UP_TOKENS})
+    before = settled_counts(server)
+    replies, seconds = ask_all(server, bodies, settings, "with the draft")
+    counted = settled_counts(server).since(before)
     facts = {
         "format": 1,
-        "server": f"vLLM {server.version}",
+        "server": server.version,
         "model": server.model,
         "source": settings.questions or "the config's data set",
         "temperature": settings.eval_temperature,
@@ -187,20 +172,21 @@ def measure(settings: Serving, target: Target, generate: Generate, questions: li
     }
     if not counted.drafts:
         raise UserError(f"{server.root} made no draft for these {len(questions)} questions")
-    asked = facts["with_draft"]["tokens"] * (1 + FOREIGN_SHARE) + counted.k * len(questions)
-    if counted.drafts + counted.accepted > asked:
-        say("  more tokens were drafted than these questions took: somebody else uses the server, figures mix both")
+    expected = facts["with_draft"]["tokens"] * (1 + FOREIGN_SHARE) + counted.k * len(questions)
+    if counted.drafts + counted.accepted > expected:
+        say("  WARNING   more tokens were drafted than these questions took: the figures include another client's")
     if plain:
-        others, seconds = ask_all(plain, bodies, settings.eval_concurrency, "without")
-        facts["without_draft"] = speed(others, seconds)
+        plain_replies, seconds = ask_all(plain, bodies, settings, "without")
+        facts["without_draft"] = speed(plain_replies, seconds)
         facts["speed_up"] = round(facts["with_draft"]["tokens_s"] / facts["without_draft"]["tokens_s"], 4)
         if settings.eval_temperature == 0:
-            pairs = [(a, b) for a, b in zip(replies, others, strict=True) if not (a.error or b.error)]
-            facts["identical"] = {"of": len(pairs), "equal": sum(a.written == b.written for a, b in pairs)}
+            pairs = [(a, b) for a, b in zip(replies, plain_replies, strict=True) if not (a.error or b.error)]
+            facts["identical"] = {"of": len(pairs), "equal": sum(a.output == b.output for a, b in pairs)}
     return facts
 
 
 def counts_as_dict(counted: DraftCounts) -> dict:
+    """The counters as serve_eval.json holds them, with the acceptance length that follows from them."""
     lengths = [round(length, 5) for length in counted.lengths()]
     return {
         "k": counted.k,
@@ -230,6 +216,6 @@ def summary(facts: dict) -> list[tuple[str, str]]:
     if same:
         rows.append(("greedy replies", f"{same['equal']} of {same['of']} the same with and without the draft"))
     if same and same["equal"] < same["of"]:
-        more = "; --eval-concurrency 1 tells rounding from a fault" if facts["concurrency"] > 1 else ""
-        rows.append(("", f"rounding depends on what else is in the batch, and near ties fall either way{more}"))
+        more = "; --eval-concurrency 1 tells rounding from an error" if facts["concurrency"] > 1 else ""
+        rows.append(("", f"rounding depends on the batch and decides between nearly equal tokens{more}"))
     return rows
