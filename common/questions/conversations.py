@@ -1,6 +1,6 @@
-"""One data set row of any chat schema in use -> chat messages in one form: role, content as text, tool calls.
+"""Turns one data set row of any common chat schema into chat messages: role, content as text, tool calls.
 
-Schemas meet in one file, so each row is looked at on its own.
+One file may mix schemas, so the schema is detected for each row.
 """
 
 import json
@@ -17,11 +17,11 @@ ROLES = {
 }  # fmt: skip
 CONVERSATION_COLUMNS = ("conversations", "messages", "conversation", "prompt", "chosen", "turns")
 QUESTION_COLUMNS = ("prompt", "question", "query", "text")
-MAX_ARGUMENT_DEPTH = 100  # levels of tool arguments: deeper ones are nobody's, and end in a reader's recursion limit
+MAX_ARGUMENT_DEPTH = 100  # real tool arguments never nest deeper; JSON readers would hit their recursion limit
 
 
 class Unusable(Exception):
-    """A row that cannot be asked: the reason that is counted, and what there is to say about this very row."""
+    """A row that cannot be asked. `reason` is counted over all rows; `detail` describes this row."""
 
     def __init__(self, reason: str, detail: str = ""):
         super().__init__(reason)
@@ -29,13 +29,13 @@ class Unusable(Exception):
 
 
 def is_row(value: dict) -> bool:
-    """Whether an object is itself a conversation, not a file's wrapping around its rows."""
+    """Whether an object is a conversation itself and not a wrapper around a file's rows."""
     texts = any(isinstance(value.get(key), str) for key in ("instruction", *QUESTION_COLUMNS))
     return texts or any(_is_turns(value[key]) for key in CONVERSATION_COLUMNS if isinstance(value.get(key), list))
 
 
 def chat_messages(row, first_turn_only: bool = False) -> list[dict]:
-    """The row's messages; raises Unusable. `first_turn_only`: what comes after the first reply is not looked at."""
+    """The row's messages; raises Unusable. `first_turn_only`: messages after the first reply are not read."""
     if isinstance(row, str):
         return [_user(row)]
     if isinstance(row, list):
@@ -44,8 +44,8 @@ def chat_messages(row, first_turn_only: bool = False) -> list[dict]:
         raise Unusable("not an object")
     if row.get("images") or row.get("image"):
         raise Unusable("images")
-    if _listed(row.get("tools")) or _listed(row.get("functions")):
-        raise Unusable("tools, which no question is asked with")
+    if _as_list(row.get("tools")) or _as_list(row.get("functions")):
+        raise Unusable("tool definitions, which are not supported")
     messages = [m for m in _turns(row, first_turn_only) if m["role"] != "system" or m["content"].strip()]
     system = next((row[key] for key in ("system", "system_prompt") if _is_text(row.get(key))), None)
     if system and not (messages and messages[0]["role"] == "system"):
@@ -61,39 +61,41 @@ def _turns(row: dict, first_turn_only: bool) -> list[dict]:
     main = next((key for key in ("instruction", *QUESTION_COLUMNS) if isinstance(row.get(key), str)), None)
     if main is None:
         raise Unusable("no user turn" if lists else "no known chat column")
-    _check_place(row)
+    _check_first_message(row)
     context = row.get("context")
     if context and not isinstance(context, str):
         raise Unusable("a context that is not text")
     asked, input = row[main], row.get("input") if main == "instruction" else None
     if not _is_text(asked) and not _is_text(input):
         raise Unusable("empty question")
-    text = "\n\n".join(part for part in (asked, context, input) if _is_text(part))
+    text = "\n\n".join(filter(_is_text, (asked, context, input)))
     return [*_history(row.get("history")), _user(text)]
 
 
-def _check_place(row: dict) -> None:
-    """Raise Unusable for one message of a conversation whose messages are rows, unless it is a user's and the first."""
+def _check_first_message(row: dict) -> None:
+    """Where each row is one message of a conversation: raise Unusable unless it is a user's and the first one."""
     name = row.get("role")
-    role = ROLES.get(name.lower()) if isinstance(name, str) else None  # other names are a column of another meaning
+    role = (
+        ROLES.get(name.lower()) if isinstance(name, str) else None
+    )  # with other values, the column means something else
     if role not in (None, "user"):
-        raise Unusable("a message that is not a user's")
+        raise Unusable("a single message that is not a user's")
     if role and row.get("parent_id"):
-        raise Unusable("a message without those before it")
+        raise Unusable("a single message without the conversation before it")
 
 
 def _history(history) -> list[dict]:
-    """The turns before a row's own question, as pairs of question and answer."""
+    """The messages of a `history` column: pairs of question and answer before the row's question."""
     messages = []
-    for pair in _listed(history):
+    for pair in _as_list(history):
         if not isinstance(pair, list) or len(pair) != 2 or not isinstance(pair[0], str):
-            raise Unusable("a history that is not pairs of texts")
+            raise Unusable("a history that is not a list of text pairs")
         messages += [_user(pair[0]), {"role": "assistant", "content": ""}]
     return messages
 
 
-def _listed(value) -> list:
-    """A column that holds a list, or the JSON text of one; what is neither is a list of itself."""
+def _as_list(value) -> list:
+    """The list in a column, also as JSON text; any other value that is not empty becomes a list of one."""
     if isinstance(value, str):
         try:
             value = json.loads(value or "null")
@@ -107,7 +109,7 @@ def _is_text(value) -> bool:
 
 
 def _is_turns(values: list) -> bool:
-    """Whether a list is one conversation: bare texts, or objects that say who speaks."""
+    """Whether a list is one conversation: plain texts, or objects with a role."""
     return bool(values) and all(
         isinstance(value, str) or (isinstance(value, dict) and ("role" in value or "from" in value)) for value in values
     )
@@ -116,7 +118,7 @@ def _is_turns(values: list) -> bool:
 def _from_list(turns: list, first_turn_only: bool) -> list[dict]:
     messages: list[dict] = []
     for turn in turns:
-        if isinstance(turn, str):  # bare texts are a user's turns, each of which wants its own reply
+        if isinstance(turn, str):  # plain texts are user turns, each followed by a reply
             messages += [_user(turn), {"role": "assistant", "content": ""}]
         else:
             messages.append(_message(turn, messages))
@@ -132,7 +134,7 @@ def _user(text: str) -> dict:
 
 def _message(turn, before: list[dict]) -> dict:
     if not isinstance(turn, dict):
-        raise Unusable("a turn is not an object")
+        raise Unusable("a turn that is not an object")
     name = turn.get("role") or turn.get("from")
     role = ROLES.get(name.lower()) if isinstance(name, str) else None
     if role is None:
@@ -143,7 +145,7 @@ def _message(turn, before: list[dict]) -> dict:
     if role == "assistant" and (calls := turn.get("tool_calls") or _legacy_calls(turn)):
         return {"role": role, "content": _text(content), "tool_calls": _calls(calls, before)}
     if role == "assistant":
-        return {"role": role, "content": ""}  # the target writes this turn itself: what it was is of no interest
+        return {"role": role, "content": ""}  # the target writes its own reply here, so this one is not read
     message = {"role": role, "content": _text(content)}
     if role == "tool":
         message["tool_call_id"] = _answered_call(turn.get("tool_call_id"), before)
@@ -151,25 +153,25 @@ def _message(turn, before: list[dict]) -> dict:
 
 
 def _text(content) -> str:
-    """The text of a content, which may be a list of typed parts."""
+    """The text of a message's content, which may be a list of typed items."""
     if isinstance(content, str):
         return clean_text(content)
     if not isinstance(content, list):
         raise Unusable("content that is not text")
-    for part in content:
-        if not isinstance(part, dict) or not isinstance(part.get("text"), str):
-            kind = part.get("type") if isinstance(part, dict) else None
+    for item in content:
+        if not isinstance(item, dict) or not isinstance(item.get("text"), str):
+            kind = item.get("type") if isinstance(item, dict) else None
             raise Unusable("images" if isinstance(kind, str) and "image" in kind else "content that is not text")
-    return clean_text("".join(part["text"] for part in content))
+    return clean_text("".join(item["text"] for item in content))
 
 
 # ---- tool calls ----
 
 
 def _calls(calls, before: list[dict]) -> list[dict]:
-    """Tool calls in the OpenAI form; a call without an id gets one in Kimi's form, functions.NAME:NUMBER."""
+    """Tool calls in the OpenAI form. A call without an id gets one in Kimi's form, functions.NAME:NUMBER."""
     if not isinstance(calls, list):
-        raise Unusable("tool calls that are no list")
+        raise Unusable("tool calls that are not a list")
     number = sum(len(message.get("tool_calls", ())) for message in before)
     formed = []
     for call in calls:
@@ -186,7 +188,7 @@ def _calls(calls, before: list[dict]) -> list[dict]:
 
 
 def _legacy_calls(turn: dict) -> list:
-    """The one call of a message from before tool calls had ids."""
+    """The call of a message in OpenAI's older form, `function_call`."""
     return [turn["function_call"]] if turn.get("function_call") else []
 
 
@@ -198,7 +200,7 @@ def _call_in_text(content) -> dict:
 
 
 def _json_value(value, depth: int = 0):
-    """Tool arguments as every JSON reader takes them; raises Unusable for a value that JSON has no form of."""
+    """Tool arguments with clean texts; raises Unusable for a value that JSON cannot represent."""
     if isinstance(value, str):
         return clean_text(value)
     if value is None or isinstance(value, int) or (isinstance(value, float) and math.isfinite(value)):
@@ -211,12 +213,12 @@ def _json_value(value, depth: int = 0):
 
 
 def _answered_call(id, before: list[dict]) -> str:
-    """The call that a tool's result answers: the one that it names, else the first without a result."""
+    """The id of the call that a tool result answers: the call that it names, else the first without a result."""
     calls = [call["id"] for message in before for call in message.get("tool_calls", ())]
     if isinstance(id, str) and clean_text(id) in calls:
         return clean_text(id)
     answered = {message.get("tool_call_id") for message in before}
-    found = next((call for call in calls if call not in answered), None)
-    if found is None:
-        raise Unusable("a tool result without its call")
-    return found
+    for call in calls:
+        if call not in answered:
+            return call
+    raise Unusable("a tool result without its call")

@@ -1,7 +1,7 @@
-"""Questions out of the rows of data sets and files, cleaned and numbered.
+"""Turns the rows of data sets and files into questions.
 
-A row becomes a `Question`: the messages of its first generation prompt and, for `turns = "all"`, the messages before
-each later reply. Rows that cannot be asked come out as `Skipped` with the reason: none vanishes.
+A row becomes a `Question`: the messages of its first prompt and, with `turns = "all"`, those before each later reply. A
+row that cannot be asked becomes `Skipped` with a reason, so that every row is accounted for.
 """
 
 from collections.abc import Iterator
@@ -18,21 +18,18 @@ DUPLICATE = "duplicate"
 
 @dataclass(frozen=True)
 class Question:
-    """One conversation to ask. `key` is a hash of its content: equal questions have equal keys.
+    """One conversation to ask."""
 
-    `opening`: the same of its first prompt alone. Conversations that part later share it, and with it their split.
-    """
-
-    key: str
-    opening: str
+    key: str  # hash of its content: equal questions have equal keys
+    opening: str  # hash of its first prompt; conversations with one opening go to the same split
     messages: list[dict]  # up to the first reply
-    followups: list[list[dict]] = field(default_factory=list)  # what stands before each later reply
+    followups: list[list[dict]] = field(default_factory=list)  # the new messages before each later reply
     source: dict = field(default_factory=dict)  # dataset, split, row
 
 
 @dataclass(frozen=True)
 class Skipped:
-    """A row that is not asked, with its reason."""
+    """A row that is not asked."""
 
     row: int
     reason: str
@@ -40,9 +37,9 @@ class Skipped:
 
 
 class QuestionStream:
-    """Questions in the order of `shuffle_seed`, duplicates by content once; unusable rows as `Skipped`.
+    """Iterates over the questions in the order of `shuffle_seed`; unusable and duplicate rows are `Skipped`.
 
-    `rows`: how many rows there are; None for a stream, which nobody has counted.
+    `rows`: the number of rows, None for a stream.
     """
 
     def __init__(self, settings: Questions):
@@ -50,7 +47,7 @@ class QuestionStream:
         self.rows, self._iterator = open_rows(settings)
 
     def __iter__(self) -> Iterator[Question | Skipped]:
-        seen: set[int] = set()  # 64 bits of hash as a number: a third of the memory of the hex text
+        seen: set[int] = set()  # 64-bit hashes as numbers take a third of the memory of hex text
         for row, value in self._iterator:
             source = {"dataset": self.settings.dataset, "split": self.settings.split, "row": row}
             try:
@@ -71,9 +68,9 @@ def to_question(row, settings: Questions, source: dict) -> Question:
     if row is None:
         raise Unusable("not JSON")
     messages = chat_messages(row, first_turn_only=settings.turns == "first")
-    asked = next((at for at, message in enumerate(messages) if message["role"] == "user"), len(messages))
-    greetings = [at for at in range(asked) if messages[at]["role"] == "assistant"]  # they answer nothing
-    messages = [message for at, message in enumerate(messages) if at not in greetings]
+    first_user = next((at for at, message in enumerate(messages) if message["role"] == "user"), len(messages))
+    before = [message for message in messages[:first_user] if message["role"] != "assistant"]  # without greetings
+    messages = before + messages[first_user:]
     if settings.system_prompt and not (messages and messages[0]["role"] == "system"):
         messages = [{"role": "system", "content": settings.system_prompt}, *messages]
     prompts = split_turns(messages)
@@ -84,15 +81,14 @@ def to_question(row, settings: Questions, source: dict) -> Question:
     if any(m["role"] == "user" and not m["content"].strip() for prompt in prompts for m in prompt):
         raise Unusable("empty question")
     essence = [[_essence(m) for m in prompt] for prompt in prompts]
-    key, opening = (digest(part)[:16] for part in (essence, essence[:1]))
-    return Question(key, opening, prompts[0], prompts[1:], source)
+    return Question(digest(essence)[:16], digest(essence[:1])[:16], prompts[0], prompts[1:], source)
 
 
 def split_turns(messages: list[dict]) -> list[list[dict]]:
-    """The messages before each reply that the target shall write, the replies themselves left out.
+    """The new messages before each reply that the target has to write; the replies are left out.
 
-    An assistant turn with tool calls is no reply but context: its tool's results answer that very call. The last turn
-    of a chat is always the target's, even where it was a call.
+    An assistant turn with tool calls is context and not a reply, since the tool results after it answer those calls.
+    The last turn of a chat is always written by the target, even if it was a call.
     """
     prompts: list[list[dict]] = [[]]
     for message in messages:
@@ -106,6 +102,6 @@ def split_turns(messages: list[dict]) -> list[list[dict]]:
 
 
 def _essence(message: dict) -> list:
-    """What makes two messages the same question."""
+    """The content that two messages of equal questions share."""
     calls = canonical(message).get("tool_calls")
     return [message["role"], message["content"], *([calls] if calls else [])]

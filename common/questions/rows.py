@@ -1,6 +1,6 @@
-"""Rows out of Hugging Face data sets and local files, numbered, in the order of a seed.
+"""Reads the rows of Hugging Face data sets and local files, numbered, in a seeded order.
 
-Lines of JSON are read here, one by one: schemas meet in one file, and data set libraries want one for all rows.
+JSON lines are parsed here one by one, since one file may mix schemas and data set libraries need one for all rows.
 """
 
 import glob
@@ -21,14 +21,14 @@ SHUFFLE_BUFFER_ROWS = 10_000
 LINES = (".jsonl", ".ndjson")
 TABLES = {".parquet": "parquet", ".arrow": "arrow", ".csv": "csv", ".tsv": "csv", ".txt": "text"}
 FILES = (*LINES, ".json", *TABLES)
-PACKED = {".gz": "gzip", ".bz2": "bz2", ".zst": "zstd"}
+COMPRESSIONS = {".gz": "gzip", ".bz2": "bz2", ".zst": "zstd"}
 Rows = Iterator[tuple[int, object]]
 
 
 def open_rows(settings: Questions) -> tuple[int | None, Rows]:
-    """(how many rows, the rows with their numbers in the order of the seed); raises UserError where there are none.
+    """(number of rows, the numbered rows in the order of the seed); raises UserError if there are none.
 
-    None in place of a number: a stream, which nobody has counted. None in place of a row: a line that is not JSON.
+    The number is None for a stream. A row is None where its line is not JSON.
     """
     path = Path(settings.dataset)
     kind = _kind(path)
@@ -43,19 +43,20 @@ def open_rows(settings: Questions) -> tuple[int | None, Rows]:
     if kind in TABLES:
         return _table_rows(settings, kind)
     raise UserError(
-        f"questions.dataset: {path} is of no kind that is read: {' '.join(FILES)}, or one packed as {' '.join(PACKED)}"
+        f"questions.dataset: {path} has an unsupported file type; use {', '.join(FILES)}, also compressed as "
+        f"{', '.join(COMPRESSIONS)}"
     )
 
 
 def _kind(path: Path) -> str:
-    """What the file's name ends with, packing left out."""
-    endings = [suffix.lower() for suffix in path.suffixes]
-    return next((ending for ending in reversed(endings) if ending not in PACKED), "")
+    """The file's extension, without that of its compression."""
+    suffixes = [suffix.lower() for suffix in path.suffixes]
+    return next((suffix for suffix in reversed(suffixes) if suffix not in COMPRESSIONS), "")
 
 
 def _order(count: int, seed: int) -> Iterable[int]:
     if count == 0:
-        raise UserError("questions.dataset is empty: no rows to ask")
+        raise UserError("questions.dataset has no rows")
     if seed < 0:
         return range(count)
     order = array("q", range(count))
@@ -66,29 +67,29 @@ def _order(count: int, seed: int) -> Iterable[int]:
 # ---- JSON ----
 
 
-def _opened(path: Path) -> BinaryIO:
-    """The file's bytes; those of a packed one out of a temporary file, so that its lines can be read in any order."""
-    packing = PACKED.get(path.suffix.lower())
-    if packing is None:
+def _open(path: Path) -> BinaryIO:
+    """The file's bytes. A compressed file is unpacked to a temporary one, so that lines can be read in any order."""
+    compression = COMPRESSIONS.get(path.suffix.lower())
+    if compression is None:
         return open(path, "rb")
     import pyarrow
 
     file = tempfile.TemporaryFile()  # noqa: SIM115
     try:
-        with pyarrow.input_stream(str(path), compression=packing) as packed:
+        with pyarrow.input_stream(str(path), compression=compression) as packed:
             shutil.copyfileobj(packed, file)
     except OSError as error:
-        raise UserError(f"{path}: cannot be unpacked ({error}); is the file whole?") from None
+        raise UserError(f"{path}: cannot be unpacked ({error}); is the file complete?") from None
     file.seek(0)
     return file
 
 
 def _json_lines(path: Path, seed: int) -> tuple[int, Rows]:
-    """Rows by their line offsets: a shuffled file of any size costs eight bytes a line. Row 0 is line 1."""
-    file, offsets, at = _opened(path), array("q"), 0
+    """Rows by their line offsets, so that shuffling takes eight bytes a line. Row 0 is line 1."""
+    file, offsets, offset = _open(path), array("q"), 0
     for line in file:
-        offsets.append(at)
-        at += len(line)
+        offsets.append(offset)
+        offset += len(line)
 
     def rows():
         with file:
@@ -104,23 +105,23 @@ def _json_lines(path: Path, seed: int) -> tuple[int, Rows]:
 def _parsed(line: bytes):
     try:
         return json.loads(line)
-    except (ValueError, RecursionError):  # no JSON, or nested deeper, or a number longer, than Python reads
+    except (ValueError, RecursionError):  # not JSON, or too deep nesting or too long numbers for Python's reader
         return None
 
 
 def _json_rows(path: Path, seed: int) -> tuple[int, Rows]:
-    with _opened(path) as file:
+    with _open(path) as file:
         text = file.read()
     try:
-        rows = json.loads(text)  # bytes: it knows the mark that some editors put first
+        rows = json.loads(text)  # of bytes: a byte order mark is recognised
     except (ValueError, RecursionError) as error:
-        if getattr(error, "msg", "") == "Extra data":  # one object a line, as ShareGPT's copies have it
+        if getattr(error, "msg", "") == "Extra data":  # one object a line, as in some copies of ShareGPT
             return _json_lines(path, seed)
         raise UserError(f"{path}: not JSON ({error})") from None
     if isinstance(rows, dict):
         rows = [rows] if is_row(rows) else next(filter(_holds_rows, rows.values()), None)
     if not isinstance(rows, list):
-        raise UserError(f"{path}: must be a list of conversations, or an object that holds one or is one")
+        raise UserError(f"{path}: must be a list of conversations, one conversation, or an object with a list of them")
     return len(rows), ((row, rows[row]) for row in _order(len(rows), seed))
 
 
@@ -132,22 +133,22 @@ def _holds_rows(value) -> bool:
 
 
 def _table_rows(settings: Questions, kind: str) -> tuple[int | None, Rows]:
-    """Rows of one local file through the reader that `datasets` has for its kind."""
+    """Rows of one local file through the reader of `datasets` for its type."""
     separator = {"sep": "\t"} if kind == ".tsv" else {}
     try:
         rows = _load(settings, TABLES[kind], split="train", data_files=glob.escape(settings.dataset), **separator)
-    except Exception as error:  # each kind's parser raises its own
+    except _load_errors() as error:
         raise UserError(f"questions.dataset {settings.dataset!r}: {_first_line(error)}") from None
     return _numbered(rows, settings)
 
 
 def _hub_rows(settings: Questions) -> tuple[int | None, Rows]:
-    """Rows of a hub data set or a local folder, NAME or NAME:CONFIG."""
+    """Rows of a hub data set or a local folder: NAME or NAME:CONFIGURATION."""
     dataset, split = settings.dataset, settings.split
     name, _, config = (dataset, "", "") if Path(dataset).exists() else dataset.partition(":")
     try:
         rows = _load(settings, name, config or None, split=split)
-    except Exception as error:  # the hub client raises a dozen kinds; each means that there are no questions
+    except _load_errors() as error:
         names = _configurations(name) if isinstance(error, ValueError) else []
         if len(names) > 1 and config not in names:
             raise UserError(
@@ -172,27 +173,34 @@ def _configurations(name: str) -> list[str]:
 
     try:
         return datasets.get_dataset_config_names(name)
-    except Exception:  # what could not be loaded may not be listed either: then the first error is what is told
+    except _load_errors():  # the data set cannot be listed either; the caller reports its first error
         return []
 
 
 def _numbered(rows, settings: Questions) -> tuple[int | None, Rows]:
     if settings.streaming:
-        return None, _arriving(rows, settings)
+        return None, _stream_rows(rows, settings)
     return len(rows), ((row, rows[row]) for row in _order(len(rows), settings.shuffle_seed))
 
 
-def _arriving(rows, settings: Questions) -> Rows:
-    """A stream's rows: what `_load` tells of a whole data set, a stream tells only when it is read."""
+def _stream_rows(rows, settings: Questions) -> Rows:
+    """A stream's rows; errors that a loaded data set raises at once, a stream raises while it is read."""
     try:
         yield from enumerate(rows)
-    except Exception as error:
+    except _load_errors() as error:
         raise UserError(f"questions.dataset {settings.dataset!r}: {_first_line(error)}") from None
+
+
+def _load_errors() -> tuple[type[Exception], ...]:
+    """What `datasets` raises for data that it cannot load: its own errors, the hub client's, its parsers'."""
+    from datasets.exceptions import DatasetsError
+
+    return DatasetsError, OSError, EOFError, LookupError, RuntimeError, ValueError
 
 
 def _first_line(error: Exception) -> str:
     from datasets.exceptions import DatasetGenerationError
 
-    if isinstance(error, DatasetGenerationError) and error.__cause__:  # says no more than that there was one
+    if isinstance(error, DatasetGenerationError) and error.__cause__:  # its own message has no details
         error = error.__cause__
     return (str(error).strip() or type(error).__name__).splitlines()[0]

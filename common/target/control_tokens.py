@@ -1,7 +1,7 @@
-"""Which added tokens of a tokenizer are control tokens; text made into ids without them.
+"""Which added tokens of a tokenizer are control tokens, and an encoder of plain text that never produces them.
 
-Tokenizers also add ordinary text as tokens: a blank line, runs of spaces, `<b>`, a letter. That is no control: a
-question may hold it, and its ids are those that the tokenizer gives it.
+Tokenizers also add ordinary text as tokens: a blank line, runs of spaces, `<b>`, a letter. Those are no control tokens:
+a question may contain them, and they keep the tokenizer's ids.
 """
 
 import re
@@ -9,13 +9,13 @@ from collections.abc import Iterable
 
 from common.target.messages import clean_text
 
-TOOL_NAME = "tool_call"  # is part of the name of every tool-call token of Kimi and of Qwen
-RESERVED = re.compile(r"<[|｜].+[|｜]>", re.DOTALL)  # nobody's text, whatever a tokenizer flags: <|fim_prefix|>
-BRACKETED = re.compile(r"<.+>|\[.+\]", re.DOTALL)  # markup, where a template prints it; its source holds blanks, too
+TOOL_NAME = "tool_call"  # part of the name of every tool-call token of Kimi and of Qwen
+RESERVED = re.compile(r"<[|｜].+[|｜]>", re.DOTALL)  # never text, even if not flagged special: <|fim_prefix|>
+BRACKETED = re.compile(r"<.+>|\[.+\]", re.DOTALL)  # a control token if the chat template prints it
 
 
 def control_tokens(tokenizer, markers: Iterable[str]) -> dict[str, int]:
-    """name -> id of the added tokens that steer the target. `markers`: the names that its settings give."""
+    """name -> id of the added tokens that steer the target. `markers`: the names that the settings give."""
     template, markers = str(tokenizer.chat_template), set(markers)
 
     def steers(token) -> bool:
@@ -27,7 +27,7 @@ def control_tokens(tokenizer, markers: Iterable[str]) -> dict[str, int]:
 
 
 class TextEncoder:
-    """Ids of pure text: the tokenizer without its control tokens, so that no text can turn into one."""
+    """Ids of plain text: the tokenizer without its control tokens, so that no text can become one."""
 
     def __init__(self, tokenizer, control: dict[str, int]):
         from tokenizers import Tokenizer
@@ -39,7 +39,7 @@ class TextEncoder:
         self._plain.pre_tokenizer = backend.pre_tokenizer
         ordinary = {id: token for id, token in tokenizer.added_tokens_decoder.items() if token.content not in control}
         self._plain.add_tokens([ordinary[id] for id in sorted(ordinary)])
-        # One that the model's vocabulary lacks is numbered by what was added before it, the control tokens included.
+        # Added tokens missing from the base vocabulary get new ids here, so map them back to the tokenizer's ids.
         self._ids = {self._plain.token_to_id(token.content): id for id, token in ordinary.items()}
 
     def ids(self, text: str) -> list[int]:

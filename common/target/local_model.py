@@ -10,12 +10,12 @@ from common.target.protocol import require_model
 
 
 def pick_device(name: str) -> str:
-    """`auto` is the GPU where there is one."""
+    """The torch device of a setting; `auto` is the GPU if there is one, else the CPU."""
     return ("cuda" if torch.cuda.is_available() else "cpu") if name == "auto" else name
 
 
 def load_model(target: Target, device: str):
-    """The target in bf16, ready to run; raises UserError where it can't be loaded."""
+    """The target in bf16 on the device, in evaluation mode; raises UserError if it cannot be loaded."""
     require_model(target.model)
     logging.set_verbosity_error()
     logging.disable_progress_bar()

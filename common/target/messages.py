@@ -1,31 +1,35 @@
-"""Chat messages as plain data: their canonical form, the texts inside them, the same messages with other texts."""
+"""Chat messages as plain data: their canonical form, their form in a request, and the texts inside them."""
 
 import json
 from collections.abc import Callable, Iterator
 
 
 def clean_text(text: str) -> str:
-    """Text that UTF-8 can hold: a lone surrogate, which JSON can carry and no tokenizer takes, becomes U+FFFD."""
-    return text.encode("utf-16", "surrogatepass").decode("utf-16", "replace") if not _sound(text) else text
+    """The text with U+FFFD for lone surrogates, which JSON allows and neither UTF-8 nor a tokenizer accepts."""
+    try:
+        text.encode()
+    except UnicodeEncodeError:
+        return text.encode("utf-16", "surrogatepass").decode("utf-16", "replace")
+    return text
 
 
 def canonical(message: dict) -> dict:
-    """The message as templates expect it: "" for null, which they would print as None; tool arguments as objects."""
-    if message.get("tool_calls"):  # parsed first: an escape inside a JSON string is a lone surrogate only then
+    """The message as templates expect it: content "" for null, which they print as None; tool arguments as objects."""
+    if message.get("tool_calls"):  # parsed before cleaning: parsing turns escapes in a JSON string into surrogates
         message = message | {"tool_calls": [_call(call, parse_arguments) for call in message["tool_calls"]]}
     message = map_text(message, clean_text)
     return message if message.get("content") is not None else message | {"content": ""}
 
 
 def on_the_wire(message: dict) -> dict:
-    """The message as the OpenAI API wants it: tool arguments as a JSON string."""
+    """The message as the OpenAI API expects it: tool arguments as a JSON string."""
     if not message.get("tool_calls"):
         return message
     return message | {"tool_calls": [_call(call, _dump_arguments) for call in message["tool_calls"]]}
 
 
 def texts(value) -> Iterator[str]:
-    """Every text inside messages, keys of tool arguments included."""
+    """All texts inside messages, the keys of tool arguments included."""
     if isinstance(value, str):
         yield value
     elif isinstance(value, list):
@@ -38,7 +42,7 @@ def texts(value) -> Iterator[str]:
 
 
 def map_text(value, change: Callable[[str], str]):
-    """The same messages with `change` applied to every text."""
+    """A copy of messages with `change` applied to every text and key."""
     if isinstance(value, str):
         return change(value)
     if isinstance(value, list):
@@ -46,14 +50,6 @@ def map_text(value, change: Callable[[str], str]):
     if isinstance(value, dict):
         return {change(key): map_text(item, change) for key, item in value.items()}
     return value
-
-
-def _sound(text: str) -> bool:
-    try:
-        text.encode()
-    except UnicodeEncodeError:
-        return False
-    return True
 
 
 def _call(call: dict, change: Callable) -> dict:
@@ -64,7 +60,7 @@ def _call(call: dict, change: Callable) -> dict:
 
 
 def parse_arguments(arguments):
-    """Tool arguments as an object where they are JSON of one; other text stays as it is."""
+    """Tool arguments as an object if they are the JSON of one; other text is returned unchanged."""
     if not isinstance(arguments, str):
         return {} if arguments is None else arguments
     try:

@@ -130,11 +130,14 @@ class Protocol:
         return any(self._markers.search(text) for text in texts(messages))
 
     def _render(self, messages: list[dict], thinking: bool) -> str:
+        from jinja2 import TemplateError
+
         try:
             return self.tokenizer.apply_chat_template(
                 messages, tokenize=False, add_generation_prompt=True, **template_arguments(self.target, thinking)
             )
-        except Exception as error:  # a template is the vendor's program and may raise anything
+        # A template is a program: it raises its own refusals, and Python's errors for missing or unexpected values.
+        except (TemplateError, ArithmeticError, AttributeError, LookupError, TypeError, ValueError) as error:
             raise Unrenderable(" ".join(f"{type(error).__name__}: {error}".split())[:200]) from None
 
     def prompt_tail(self, thinking: bool) -> list[int]:

@@ -1,4 +1,4 @@
-"""A sample as coloured text: prompt, reasoning, content, with the loss mask and the ids at every border."""
+"""One sample printed as coloured text: prompt, reasoning and content, with the loss mask and token ids."""
 
 import sys
 
@@ -11,23 +11,27 @@ COLOURS = {"prompt": "\x1b[2m", "reasoning": "\x1b[36m", "content": "\x1b[32m", 
 RESET = "\x1b[0m"
 
 
-def parts(ids: list[int], mask: list[int], protocol: Protocol) -> list[str]:
-    """The part of each token: prompt, reasoning, content, or control."""
-    opener = protocol.think_open
-    found, part = [], "prompt"
+def token_sections(ids: list[int], mask: list[int], protocol: Protocol) -> list[str]:
+    """The section of each token: prompt, reasoning, content or control."""
+    think_open = protocol.think_open
+    sections, section = [], "prompt"
     for at, (id, written) in enumerate(zip(ids, mask, strict=True)):
-        if written and part == "prompt":
-            part = "reasoning" if opener is not None and opener in ids[max(at - 1, 0) : at + 1] else "content"
-        found.append("control" if id in protocol.control.values() else part)
+        if written and section == "prompt":
+            opened = think_open is not None and think_open in ids[max(at - 1, 0) : at + 1]
+            section = "reasoning" if opened else "content"
+        sections.append("control" if id in protocol.control.values() else section)
         if written and id == protocol.think_close:
-            part = "content"
-    return found
+            section = "content"
+    return sections
 
 
 def show_sample(id: str, ids: Tensor, mask: Tensor, protocol: Protocol) -> None:
-    """Print one sample; runs of one part and mask are labelled, control tokens carry their id."""
+    """Print one sample with a heading above each run of tokens of one section and mask.
+
+    ids, mask: [tokens].
+    """
     tokens, written = ids.tolist(), mask.tolist()
-    names = parts(tokens, written, protocol)
+    names = token_sections(tokens, written, protocol)
     colours = COLOURS if sys.stdout.isatty() else dict.fromkeys(COLOURS, "")
     reset = RESET if sys.stdout.isatty() else ""
     say(f"sample {id}: {len(tokens)} tokens, {sum(written)} written by the target (mask 1)")

@@ -9,7 +9,7 @@ from common.dataset.index import HELD_OUT, TRAIN
 from common.dataset.packs import Pack, Packs
 from common.draft.unrolled_step import UnrolledStep
 from common.target.protocol import Protocol
-from common.target.sample_view import parts
+from common.target.sample_view import token_sections
 from common.training.acceptance import Bigram, ReplySteps, accepted_rows, measure
 from common.training.ranks import Ranks, gathered
 
@@ -121,7 +121,9 @@ def sample_views(
             tokens = [
                 {"text": protocol.decode([id]), "id": id, "mask": m, "part": part}
                 | {"accepted": int(accepted.get(at, 0)) if m else None}  # nobody drafts what the prompt says
-                for at, id, m, part in zip(range(start, stop), ids, mask, parts(ids, mask, protocol), strict=True)
+                for at, id, m, part in zip(
+                    range(start, stop), ids, mask, token_sections(ids, mask, protocol), strict=True
+                )
             ]
             views.append({"id": pack.ids[document], "tokens": tokens})
     return views
