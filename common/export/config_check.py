@@ -44,6 +44,9 @@ def _check_aux_layers(config: dict, draft: DraftConfig, target_type: str, findin
     vLLM reads the top-level list alone, else its default 2, N//2, N-3; its V1 runner reads eagle_config's list before
     the default, as inputs. SGLang reads eagle_config's list alone, else the same default.
     """
+    if config.get("last_state_only"):
+        findings.note(BOTH, "no fc: engines feed the last state alone, which is not the kind of draft trained here")
+        return
     top = config.get("eagle_aux_hidden_state_layer_ids")
     eagle = config.get("eagle_config") or {}
     nested = eagle.get("eagle_aux_hidden_state_layer_ids")

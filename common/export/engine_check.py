@@ -35,6 +35,8 @@ def inspect(folder: Path, target_type: str = "") -> Findings:
     if config is None:
         return findings
     tensors = _renamed(tensors, draft_form(config), findings)
+    if "fc.weight" not in tensors and (config.get("eagle_config") or {}).get("use_aux_hidden_state") is False:
+        config["last_state_only"] = True
     aux_states = _aux_states(config, tensors, findings)
     try:
         draft = draft_sizes(config, num_aux_hidden_states=aux_states)
@@ -102,6 +104,8 @@ def _check_shapes(config: dict, draft: DraftConfig, tensors: dict[str, Tensor], 
     if other_width:
         wanted["fc.weight"] = (draft.hidden_size, draft.num_aux * config["target_hidden_size"])
         findings.note(BOTH, "target_hidden_size differs from hidden_size: norms before fc are not checked")
+    if config.get("last_state_only"):
+        del wanted["fc.weight"]
     quantised = bool(config.get("quantization_config"))
     if quantised:
         findings.note(BOTH, "quantised weights: shapes and values of the decoder layer are not checked")

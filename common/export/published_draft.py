@@ -17,6 +17,7 @@ from common.export.findings import BOTH, ENGINES, SGLANG, VLLM, Findings
 from common.export.served_config import ARCHITECTURES, read_draft_config
 from common.pipeline.errors import UserError
 from common.pipeline.files import read_json
+from common.target.tensors import INDEX, read_weight_map
 
 HEAD_NORMS = "Eagle3Qwen3ForCausalLM"  # the llama form with norms on queries and keys, which only vLLM has
 FORMS = {  # architecture -> (our form, the engines that know the name)
@@ -32,6 +33,8 @@ FORMS = {  # architecture -> (our form, the engines that know the name)
 }
 SPECULATORS_KEYS = ("draft_vocab_size", "target_hidden_size", "eagle_aux_hidden_state_layer_ids")
 SPECULATORS_KEYS += ("norm_before_residual", "norm_before_fc", "fc_norm", "norm_output")
+# What trainers leave beside a draft's weights.
+TRAINING_FILE = re.compile(r"(training_args|optimizer|scheduler|scaler|rng_state)")
 DEFAULTS = {"rms_norm_eps": 1e-6, "max_position_embeddings": 2048}  # LlamaConfig's
 
 
@@ -85,20 +88,36 @@ def draft_sizes(config: dict, **changes) -> DraftConfig:
 
 
 def weight_files(folder: Path) -> list[Path]:
-    """A draft's safetensors; where there are none, its pickles, as the first EAGLE-3 drafts were published."""
-    files = sorted(folder.glob("*.safetensors")) or sorted(folder.glob("*.bin"))
-    if not files:
+    """The files that engines read a draft's weights from; raises UserError where there are none, or one is missing.
+
+    Those that the index names, else all safetensors, else the pickles, as the first EAGLE-3 drafts were published.
+    """
+    stored = {path.name: path for path in sorted(folder.glob("*.safetensors")) if not TRAINING_FILE.match(path.name)}
+    if (index := folder / INDEX).is_file():
+        names = sorted(set(read_weight_map(index).values()))
+        if missing := [name for name in names if name not in stored]:
+            raise UserError(f"{index} names {missing[0]}, which is missing: download it, or delete the index")
+        return [stored[name] for name in names]
+    pickles = [path for path in sorted(folder.glob("*.bin")) if not TRAINING_FILE.match(path.name)]
+    if not stored and not pickles:
         raise UserError(f"{folder} has no *.safetensors and no *.bin; name a draft's folder")
-    return files
+    return list(stored.values()) or pickles
 
 
 def read_tensors(folder: Path, findings: Findings) -> dict[str, Tensor]:
     """All tensors of a draft's folder under the names that are stored; raises UserError in one line."""
-    tensors = {}
-    for file in weight_files(folder):
+    files, index, tensors = weight_files(folder), folder / INDEX, {}
+    file_of = read_weight_map(index) if index.is_file() else {}
+    for file in files:
         if file.suffix == ".bin":
             findings.note(BOTH, f"{file.name} is a pickle, which can carry code: safetensors is safer")
-        tensors |= _read_file(file)
+        stored = _read_file(file)
+        if lost := [name for name, wanted in file_of.items() if wanted == file.name and name not in stored]:
+            raise UserError(f"{index} names {lost[0]} in {file.name}, which does not hold it: download both again")
+        tensors |= {name: tensor for name, tensor in stored.items() if file_of.get(name, file.name) == file.name}
+    for path in sorted({*folder.glob("*.safetensors"), *folder.glob("*.bin")} - set(files)):
+        why = "training left it there" if TRAINING_FILE.match(path.name) else f"weights are read from {files[0].name}"
+        findings.note(BOTH, f"{path.name} is not read, as {why}: delete it")
     return tensors
 
 

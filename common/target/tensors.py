@@ -97,9 +97,10 @@ def _weight_map(target: Target) -> dict[str, str]:
 def read_weight_map(index: Path) -> dict[str, str]:
     """Tensor name -> file name of an index of safetensors; raises UserError where it is damaged."""
     value = read_json(index)
-    if not isinstance(value, dict) or not isinstance(value.get("weight_map"), dict):
-        raise UserError(f"{index}: not an index of safetensors, it has no weight_map")
-    return value["weight_map"]
+    files = value.get("weight_map") if isinstance(value, dict) else None
+    if not isinstance(files, dict) or not all(isinstance(name, str) for name in files.values()):
+        raise UserError(f"{index}: not an index of safetensors, it has no weight_map of file names")
+    return files
 
 
 def _open(path: Path):

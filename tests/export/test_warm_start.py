@@ -17,6 +17,7 @@ from common.export.served_folder import export
 from common.export.speculators_layout import write_speculators
 from common.export.warm_start import read_published, weight_hashes
 from tests.support import tiny_training
+from tests.support.drafts import pickle_weights, split_with_index
 from tests.support.stages import only_error
 from tests.support.tiny_training import exported, metrics, train
 
@@ -119,9 +120,12 @@ def test_what_does_not_fit_is_named(run, published, tensors, config, said):
     assert not (run / "04_draft/checkpoints").exists()
 
 
-def pickled(folder) -> None:
-    torch.save(load_file(folder / "model.safetensors"), folder / "pytorch_model.bin")
-    (folder / "model.safetensors").unlink()
+def indexed(folder) -> None:
+    """Weights in two files with an index; beside them an old file and what training left."""
+    old = {name: torch.zeros(1) for name in load_file(folder / "model.safetensors")}
+    split_with_index(folder)
+    save_file(old, folder / "model.safetensors")
+    save_file(old, folder / "optimizer.safetensors")
 
 
 @pytest.mark.parametrize(
@@ -132,7 +136,8 @@ def pickled(folder) -> None:
         lambda folder: change(folder, rms_norm_eps=None, max_position_embeddings=None),
         lambda folder: change(folder, eagle_aux_hidden_state_layer_ids=None),  # SGLang's count alone
         lambda folder: write_speculators(folder, folder, "some/target", 3),
-        pickled,
+        pickle_weights,
+        indexed,
     ],
 )
 def test_what_the_check_reads_is_a_start_too(published, rewrite):

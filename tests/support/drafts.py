@@ -10,6 +10,7 @@ from safetensors.torch import load_file, save_file
 from common.dataset.draft_vocabulary import mappings
 from common.draft.config import DraftConfig
 from common.draft.network import Draft
+from common.export.findings import Findings
 from common.export.served_folder import export
 
 VOCAB, HIDDEN = 12, 8
@@ -53,3 +54,30 @@ def pickle_weights(folder: Path) -> None:
     """Store the folder's weights as a pickle instead, as the first EAGLE-3 drafts were published."""
     torch.save(load_file(folder / "model.safetensors"), folder / "pytorch_model.bin")
     (folder / "model.safetensors").unlink()
+
+
+def renamed(change):
+    """A change of tensors for `changed_copy`: each name becomes change(name)."""
+
+    def apply(tensors):
+        for name in list(tensors):
+            tensors[change(name)] = tensors.pop(name)
+
+    return apply
+
+
+def levels(findings: Findings, level: str) -> str:
+    """The findings of one level as they are printed."""
+    return "\n".join(str(finding) for finding in findings if finding.level == level)
+
+
+def split_with_index(folder: Path) -> dict[str, str]:
+    """Store the weights in two files with an index; returns name -> file."""
+    tensors = load_file(folder / "model.safetensors")
+    (folder / "model.safetensors").unlink()
+    names = sorted(tensors)
+    weight_map = {name: f"model-0000{1 + i % 2}-of-00002.safetensors" for i, name in enumerate(names)}
+    for file in set(weight_map.values()):
+        save_file({name: tensors[name] for name in names if weight_map[name] == file}, folder / file)
+    (folder / "model.safetensors.index.json").write_text(json.dumps({"weight_map": weight_map}))
+    return weight_map
