@@ -13,7 +13,7 @@ from common.generation.record import Record, check_rebuilt, make_record
 from common.generation.work import sampling_of
 from common.pipeline.command_line import Settings
 from common.pipeline.console import say, table
-from common.servers.endpoints import Endpoint, ServerError, client_arguments
+from common.servers.endpoints import Endpoint, ServerError, client_arguments, one_line
 from common.target.protocol import Protocol
 
 QUESTION = "What is 17 times 23? Think it through, then answer in one sentence."
@@ -53,7 +53,7 @@ async def _probe_server(
     except (EngineError, ServerError) as error:
         return [str(error)]
     except (openai.OpenAIError, ValueError, TypeError, AttributeError) as error:  # the second reply is none
-        return [f"by the openai client: {type(error).__name__}: {' '.join(str(error).split())[:300]}"]
+        return [f"by the openai client: {type(error).__name__}: {one_line(str(error))}"]
     raw = json.loads(text)
     outer = {key: value for key, value in raw.items() if key != "choices"}
     choice = {key: value for key, value in raw["choices"][0].items() if key != "message"}

@@ -64,10 +64,12 @@ class Endpoint:
         """Set `version` to the server's name and version, for the records; "unknown" where it has no version page."""
         for name, page in VERSION_PAGES.items():
             try:
-                self.version = f"{name} {_read_json(fetch(self.root + page), 'version')}"
-                return
+                version = _read_json(fetch(self.root + page), "version")
             except ServerError:
                 continue
+            if isinstance(version, str):
+                self.version = f"{name} {version}"
+                return
 
     def connector_config(self) -> dict:
         """The settings of its KV connector, which a vLLM server in development mode shows; empty for any other.
@@ -119,7 +121,7 @@ def fetch(url: str, body: dict | None = None, timeout_s: float = PAGE_TIMEOUT_S)
     except urllib.error.URLError as error:
         raise ServerError(str(error.reason)) from None
     except (OSError, http.client.HTTPException, ValueError) as error:  # a cut connection, a URL that is none
-        raise ServerError(f"{type(error).__name__}: {error}") from None
+        raise ServerError(one_line(f"{type(error).__name__}: {error}")) from None
     if status >= 400:
         raise ServerError(status_line(status, text))
     return text
@@ -190,10 +192,14 @@ def client_arguments(body: dict) -> dict:
 
 def status_line(status: int, text: str) -> str:
     """An HTTP error as one line: its status and the beginning of its body."""
-    return f"HTTP {status}: {' '.join(text.split())[:300]}"
+    return f"HTTP {status}: {one_line(text)}"
 
 
 def excerpt(text: str) -> str:
-    """The beginning of a received body in one line."""
-    line = " ".join(text.split())[:200]
-    return repr(line) if line else "an empty body"
+    """The beginning of a received body in one line, quoted."""
+    return repr(one_line(text)) if text.strip() else "an empty body"
+
+
+def one_line(text: str) -> str:
+    """The beginning of a text, line breaks as spaces."""
+    return " ".join(text.split())[:300]

@@ -9,7 +9,10 @@ from common.pipeline.errors import UserError
 from common.pipeline.manifest import Manifest
 from common.report.report import fixed, write_report
 from common.servers.draft_counters import DraftCounts, draft_counts
+from common.servers.endpoints import Endpoint
+from common.servers.measure_draft import ask, read_counts
 from tests.support.draft_server import DraftServer, K
+from tests.support.http_server import Pages
 from tests.support.stages import DEMO, only_error, run_here
 
 PAGE = r"""
@@ -55,10 +58,47 @@ def test_engines_are_added_up_and_models_kept_apart():
     assert draft_counts("\n".join(lines)).drafts == 2222
 
 
+@pytest.mark.parametrize(
+    "page",
+    [
+        b"<html>login</html>",
+        b"not a line {of the format",
+        b'vllm:spec_decode_num_drafts_total{engine="0"} many',
+        b'vllm:spec_decode_num_drafts_total{engine="0"} NaN',
+        b'vllm:spec_decode_num_drafts_total{engine="0"} +Inf',
+        b'vllm:spec_decode_num_drafts_total{engine="0',
+        b'vllm:spec_decode_num_accepted_tokens_per_pos_total{engine="0"} 1.0',
+    ],
+)
+def test_a_broken_page_is_one_line(page):
+    with Pages({"/metrics": page}) as server, pytest.raises(UserError) as error:
+        read_counts(Endpoint(server.url))
+    assert str(error.value) == f"{server.root}/metrics is no page of counters but {page.decode()!r}"
+
+
+@pytest.mark.parametrize(
+    "page",
+    [
+        b"<html>",
+        b"[]",
+        {"choices": []},
+        {"choices": [{"message": "text"}], "usage": {"completion_tokens": 1}},
+        {"choices": [{"message": {}}], "usage": None},
+        {"choices": [{"message": {}}], "usage": {"completion_tokens": "many"}},
+    ],
+)
+def test_a_reply_that_is_none_is_a_failed_question(page):
+    with Pages({"/v1/chat/completions": page}) as server:
+        reply = ask(Endpoint(server.url), {})
+    assert reply.error.startswith("not a chat completion: ") and reply.tokens == 0
+
+
 def test_no_draft_counters_and_a_restart():
     assert draft_counts("up 1\n") is None
     with pytest.raises(UserError, match="restarted"):
         DraftCounts(1, 3, 0, (0,)).since(DraftCounts(2, 6, 1, (1,)))
+    with pytest.raises(UserError, match="restarted"):
+        DraftCounts(5, 5, 2, (2,)).since(DraftCounts(2, 6, 1, (1, 0, 1)))  # with another number of draft tokens
     assert DraftCounts(5, 5, 2, (2,)).since(DraftCounts(0, 0, 0, ())) == DraftCounts(5, 5, 2, (2,))
 
 
@@ -78,7 +118,7 @@ def questions(tmp_path):
 
 
 def serve_eval(run, server, *flags):
-    return run_here("04", "--config", DEMO, "--run-dir", run, "--serve-eval", server.url, *flags)
+    return run_here("04", "--config", DEMO, "--run-dir", run, "--serve-eval", server.root, *flags)
 
 
 def result(run) -> dict:
@@ -88,7 +128,7 @@ def result(run) -> dict:
 def test_with_and_without_the_draft(tmp_path, questions):
     with DraftServer() as server, DraftServer(drafts=False) as plain:
         flags = ("--questions", questions, "--eval-concurrency", 3, "--eval-max-tokens", 25)
-        code, out, err = serve_eval(tmp_path, server, "--without-draft", f"{plain.url}/v1/", *flags)
+        code, out, err = serve_eval(tmp_path, server, "--without-draft", f"{plain.url}/", *flags)
         assert code == 0, err
         facts, own = result(tmp_path), result(tmp_path)["with_draft"]
         asked = server.bodies[-12:]
@@ -121,7 +161,7 @@ def test_counts_are_those_of_the_questions_alone(tmp_path, questions):
 
 def test_differing_replies_and_sampling(tmp_path, questions):
     with DraftServer() as server, DraftServer(drafts=False, different=True) as plain:
-        flags = ("--without-draft", plain.url, "--questions", questions)
+        flags = ("--without-draft", plain.root, "--questions", questions)
         assert serve_eval(tmp_path, server, *flags)[0] == 0
         assert result(tmp_path)["identical"] == {"of": 12, "equal": 0}
         assert serve_eval(tmp_path, server, *flags, "--eval-temperature", 0.7)[0] == 0
@@ -144,7 +184,7 @@ def test_wrong_servers(tmp_path, questions):
     with DraftServer(drafts=False) as plain, DraftServer() as server:
         code, _, err = serve_eval(tmp_path, plain, "--questions", questions)
         assert code == 2 and "counts no drafts: start the server with --speculative-config" in only_error(err)
-        code, _, err = serve_eval(tmp_path, server, "--questions", questions, "--without-draft", server.url)
+        code, _, err = serve_eval(tmp_path, server, "--questions", questions, "--without-draft", server.root)
         assert code == 2 and "drafts, too" in only_error(err)
         code, _, err = serve_eval(tmp_path, server, "--questions", tmp_path / "nowhere.jsonl")
         assert code == 2 and "no such file" in only_error(err)

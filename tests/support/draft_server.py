@@ -4,17 +4,17 @@ Each reply of T tokens takes drafts of k = 3, of which 3, 0, 1, 3, 0, 1 .. token
 engines share the work, as with data parallelism, and another model's lines stand beside them.
 """
 
-import json
 import threading
 import zlib
-from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+
+from tests.support.http_server import HttpServer
 
 MODEL, K = "target", 3
 PATTERN = (3, 0, 1)
 NAME = "vllm:spec_decode_num_"
 
 
-class DraftServer:
+class DraftServer(HttpServer):
     """`drafts=False`: no draft counters. `fail`: question texts that get HTTP 500. `delay_s`: of each reply."""
 
     def __init__(self, drafts: bool = True, fail: tuple[str, ...] = (), different: bool = False):
@@ -22,54 +22,28 @@ class DraftServer:
         self.engines = [[0, [0] * K] for _ in range(2)]  # drafts, accepted per position
         self.bodies: list[dict] = []
         self.lock = threading.Lock()
-        outer = self
 
-        class Handler(BaseHTTPRequestHandler):
-            def do_GET(self):
-                pages = {
-                    "/v1/models": json.dumps({"data": [{"id": MODEL}]}),
-                    "/version": json.dumps({"version": "0.32.0"}),
-                    "/metrics": outer.metrics(),
-                }
-                self.send(200 if self.path in pages else 404, pages.get(self.path, "{}"))
+    def handle(self, path: str, body: dict | None, headers: dict) -> tuple[int, dict | list | bytes]:
+        if body is not None:
+            return self.answer(body)
+        pages = {
+            "/v1/models": {"data": [{"id": MODEL}]},
+            "/version": {"version": "0.32.0"},
+            "/metrics": self.metrics().encode(),
+        }
+        return (200, pages[path]) if path in pages else (404, {})
 
-            def do_POST(self):
-                body = json.loads(self.rfile.read(int(self.headers["content-length"])))
-                self.send(*outer.answer(body))
-
-            def send(self, status: int, text: str):
-                self.send_response(status)
-                self.send_header("content-length", str(len(text.encode())))
-                self.end_headers()
-                self.wfile.write(text.encode())
-
-            def log_message(self, *_):
-                pass
-
-        self.http = ThreadingHTTPServer(("127.0.0.1", 0), Handler)
-        self.url = f"http://127.0.0.1:{self.http.server_address[1]}"
-
-    def __enter__(self) -> "DraftServer":
-        self.thread = threading.Thread(target=self.http.serve_forever, args=(0.02,), daemon=True)
-        self.thread.start()
-        return self
-
-    def __exit__(self, *_) -> None:
-        self.http.shutdown()
-        self.thread.join()
-        self.http.server_close()
-
-    def answer(self, body: dict) -> tuple[int, str]:
+    def answer(self, body: dict) -> tuple[int, dict | bytes]:
         question = body["messages"][-1]["content"]
         with self.lock:
             self.bodies.append(body)
             if question in self.fail:
-                return 500, "out of luck"
+                return 500, b"out of luck"
             number = min(10 + zlib.crc32(question.encode()) % 20, body["max_tokens"])
             ids = [zlib.crc32(f"{question} {i} {self.different}".encode()) % 1000 for i in range(number)]
             self.count(number, len(self.bodies) % 2)
         choice = {"message": {"content": "text"}, "token_ids": ids, "finish_reason": "stop"}
-        return 200, json.dumps({"choices": [choice], "usage": {"completion_tokens": number}})
+        return 200, {"choices": [choice], "usage": {"completion_tokens": number}}
 
     def count(self, tokens: int, engine: int) -> None:
         counters, written, at = self.engines[engine], 1, 0  # the first token is the prefill's

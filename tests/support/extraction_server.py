@@ -8,12 +8,10 @@ As with the real one, the answer comes before the file, and an exclusive flock o
 """
 
 import fcntl
-import json
 import os
 import threading
 from collections.abc import Callable
 from contextlib import suppress
-from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
 from uuid import uuid4
 
@@ -21,10 +19,12 @@ import torch
 from safetensors.torch import save_file
 from torch import Tensor
 
+from tests.support.http_server import HttpServer
+
 MODEL = "fake-target"
 
 
-class ExtractionServer:
+class ExtractionServer(HttpServer):
     """`states_of(ids)`: bf16 [T, layer ids, H]; `delay_s`: how long after the answer a file is written."""
 
     def __init__(self, spool: Path, states_of: Callable[[list[int]], Tensor], delay_s: float = 0.01):
@@ -36,39 +36,27 @@ class ExtractionServer:
         self.max_model_len, self.names_files, self.held_s = 4096, True, 0.5
         self.asked: list[list[int]] = []
         self.most_files, self.writers, self.guard, self.over = 0, [], threading.Lock(), threading.Event()
-        self.httpd: ThreadingHTTPServer | None = None
-        self.port = 0
-
-    @property
-    def url(self) -> str:
-        return f"http://127.0.0.1:{self.port}/v1"
-
-    def __enter__(self) -> "ExtractionServer":
-        self.start()
-        return self
 
     def __exit__(self, *_) -> None:
-        self.stop()
+        super().__exit__()
         self.over.set()
         for writer in self.writers:
             writer.join()
 
     def start(self) -> None:
-        """Listen; again on the same port after `stop`."""
         self.spool.mkdir(parents=True, exist_ok=True)
-        handler = type("Handler", (_Handler,), {"fake": self})
-        self.httpd = ThreadingHTTPServer(("127.0.0.1", self.port), handler)
-        self.httpd.daemon_threads = True
-        self.httpd.handle_error = lambda *_: None  # clients are killed in the middle
-        self.port = self.httpd.server_address[1]
-        threading.Thread(target=self.httpd.serve_forever, kwargs={"poll_interval": 0.01}, daemon=True).start()
+        super().start()
 
-    def stop(self) -> None:
-        """Refuse every further connection, as a server that was killed."""
-        if self.httpd:
-            self.httpd.shutdown()
-            self.httpd.server_close()
-            self.httpd = None
+    def handle(self, path: str, body: dict | None, headers: dict) -> tuple[int, dict | list | bytes]:
+        if path == "/v1/models":
+            model = self.model | {"max_model_len": self.max_model_len}
+            return 200, {"object": "list", "data": [model]} if self.models is None else self.models
+        if path.startswith("/server_info") and self.tells is not None:
+            return 200, {"vllm_config": {"kv_transfer_config": {"kv_connector_extra_config": self.tells}}}
+        if path != "/v1/completions" or body is None:
+            return 404, {"error": "no such page"}
+        assert body["max_tokens"] == 1 and body["model"] == self.model["id"], body
+        return self.complete(body["prompt"], headers["X-Request-Id"])
 
     # ---- one request ----
 
@@ -132,39 +120,3 @@ class ExtractionServer:
         if fault == "half file":
             os.truncate(temporary, temporary.stat().st_size // 2)
         os.rename(temporary, path)
-
-
-class _Handler(BaseHTTPRequestHandler):
-    fake: ExtractionServer
-    protocol_version = "HTTP/1.1"
-
-    def do_GET(self) -> None:
-        fake = self.fake
-        if self.path == "/v1/models":
-            model = fake.model | {"max_model_len": fake.max_model_len}
-            self._send(200, {"object": "list", "data": [model]} if fake.models is None else fake.models)
-        elif self.path.startswith("/server_info") and fake.tells is not None:
-            config = {"kv_transfer_config": {"kv_connector_extra_config": fake.tells}}
-            self._send(200, {"vllm_config": config})
-        else:
-            self._send(404, {"error": "no such page"})
-
-    def do_POST(self) -> None:
-        body = json.loads(self.rfile.read(int(self.headers["content-length"])))
-        assert body["max_tokens"] == 1 and body["model"] == self.fake.model["id"], body
-        status, answer = self.fake.complete(body["prompt"], self.headers["X-Request-Id"])
-        if status and self.fake.httpd is self.server:  # a kept connection outlives `stop`
-            self._send(status, answer)
-        else:  # the connection breaks
-            self.close_connection = True
-
-    def _send(self, status: int, body: dict | bytes) -> None:
-        data = body if isinstance(body, bytes) else json.dumps(body).encode()
-        self.send_response(status)
-        self.send_header("content-type", "application/json")
-        self.send_header("content-length", str(len(data)))
-        self.end_headers()
-        self.wfile.write(data)
-
-    def log_message(self, *_) -> None:
-        pass
