@@ -104,6 +104,10 @@ def _check_options(config: dict, draft: DraftConfig, findings: Findings) -> None
         findings.unsupported(SGLANG, f"{text}; serve with vLLM")
     if draft.norm_before_fc:
         findings.note(SGLANG, f"norm_before_fc: {OLDER['norm_before_fc']} do not read it")
+    text = (
+        f"max_position_embeddings is {draft.max_position_embeddings}: vLLM drafts nothing, or fails, beyond that length"
+    )
+    findings.note(VLLM, f"{text}; write the target's if it is longer")
     for name in ("fc_norm", "norm_output"):
         if getattr(draft, name):
             findings.note(BOTH, f"{name}: {OLDER['fc_norm and norm_output']} do not read it")

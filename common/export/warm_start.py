@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from common.dataset.draft_vocabulary import kept_tokens, mappings
-from common.draft.config import DraftConfig
+from common.draft.config import SCALINGS, DraftConfig
 from common.draft.network import Draft
 from common.export.findings import Findings
 from common.export.published_draft import draft_sizes, our_name, read_config, read_tensors, weight_files
@@ -94,6 +94,8 @@ def _read_published(path: Path, target: DraftConfig, aux_layers: tuple[int, ...]
     # The rotary angles change no tensor's shape, so a config may lack them: they are then the target's.
     same_rope = {} if config.get("rope_theta") or config.get("rope_parameters") else {"rope_theta": target.rope_theta}
     sizes = replace(sizes, draft_vocab_size=len(ids), **same_rope)
+    if sizes.rope_type in ("default", *SCALINGS):  # the angles do not depend on the longest position
+        sizes = replace(sizes, max_position_embeddings=target.max_position_embeddings)
     return Published(path, sizes, tensors, d2t.long(), t2d.bool())
 
 

@@ -165,3 +165,9 @@ def test_a_norm_before_fc_that_stands_in_eagle_config(published, tmp_path):
 def test_mla_without_a_query_rank(published, tmp_path, rank, servable):
     mla = write_draft(tmp_path / "mla", form="mla", q_lora_rank=0)
     assert inspect(published(lambda c: c.update(q_lora_rank=rank), None, mla)).servable() == servable
+
+
+def test_the_length_beyond_which_vllm_does_not_draft_is_named(published):
+    findings = inspect(published(lambda config: config.update(max_position_embeddings=2048)))
+    assert "max_position_embeddings is 2048: vLLM drafts nothing, or fails, beyond" in levels(findings, "note")
+    assert findings.servable() == [VLLM, SGLANG]

@@ -152,6 +152,17 @@ def test_what_the_check_reads_is_a_start_too(published, rewrite):
     assert after.config == replace(before.config, **defaults) and weight_hashes(str(published))
 
 
+@pytest.mark.parametrize("length", [2048, None])
+@pytest.mark.parametrize("scaling", [None, {"rope_type": "linear", "factor": 2.0}])
+def test_the_context_length_is_the_targets(published, length, scaling):
+    """An engine would stop drafting at the shorter length that a published config inherited from its class."""
+    sizes = read_draft_config(json.loads((published / "config.json").read_text()))
+    change(published, max_position_embeddings=length, rope_scaling=scaling, rope_parameters=None)
+    start = read_published(str(published), replace(sizes, max_position_embeddings=262144), tiny_training.LAYERS)
+    assert start.config.max_position_embeddings == 262144
+    assert start.config.rope_scaling == scaling
+
+
 def test_a_folder_without_a_draft(run, published):
     shutil.rmtree(published)
     code, _, stderr = train(run, "--warm-start", published)
