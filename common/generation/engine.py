@@ -20,6 +20,7 @@ class Request:
     """One generation prompt: messages for servers, token ids for the local engine and the record."""
 
     id: str
+    source: dict  # of the record: which row, turn and repeat is asked
     messages: list[dict]
     prompt_ids: list[int]
     seed: int

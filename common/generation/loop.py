@@ -106,14 +106,12 @@ class Generation:
     async def _sample(self, id: str, messages: list[dict], prompt_ids: list[int], source: dict) -> Record | None:
         seed = (int(id, 16) ^ self.settings.seed) % 2**31
         max_tokens = min(self.sampling.max_tokens, self.settings.context_tokens - len(prompt_ids))
-        request = Request(id, messages, prompt_ids, seed, max_tokens)
+        request = Request(id, source, messages, prompt_ids, seed, max_tokens)
         self.in_flight += 1
         try:
             answer, seconds = await self._ask(request)
             compare = self.counts.new < COMPARE_FIRST or self.counts.new % COMPARE_EVERY == 0
-            record = make_record(
-                request, answer, source, self.sampling, self.protocol, self.engine.model, seconds, compare
-            )
+            record = make_record(request, answer, self.sampling, self.protocol, self.engine.model, seconds, compare)
             silent = self.watching and not record.reasoning
             if not silent:
                 check_rebuilt(record)

@@ -26,7 +26,7 @@ async def probe(settings: Settings, protocol: Protocol, engine) -> int:
     messages = [{"role": "system", "content": system}] * bool(system) + [{"role": "user", "content": QUESTION}]
     sampling = sampling_of(settings.generate)
     prompt_ids = protocol.prompt_ids(messages, sampling.thinking)
-    request = Request("0" * 16, messages, prompt_ids, 0, min(sampling.max_tokens, MAX_TOKENS))
+    request = Request("0" * 16, {}, messages, prompt_ids, 0, min(sampling.max_tokens, MAX_TOKENS))
     problems: list[str] = []
     async with engine:
         if not isinstance(engine, OpenAIServers):
@@ -89,7 +89,7 @@ def _judge(request: Request, answer: Answer, sampling, protocol: Protocol, model
     ]
     problems = []
     try:
-        record = make_record(request, answer, {}, sampling, protocol, model, 0.0, compare=True)
+        record = make_record(request, answer, sampling, protocol, model, 0.0, compare=True)
     except EngineError as error:
         record = None
         problems.append(str(error))

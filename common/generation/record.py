@@ -9,7 +9,10 @@ from common.target.protocol import Protocol, Reply
 
 @dataclass
 class Record:
-    """`prompt_ids` + `output_ids` are what the target read and wrote; reasoning and content are for people."""
+    """A line of JSON: `vars(record)` is written, `Record(**value)` reads it.
+
+    `prompt_ids` + `output_ids` are what the target read and wrote; reasoning and content are for people.
+    """
 
     id: str  # hash of the question, the sampling settings, the repeat and the turn
     source: dict  # dataset, split, row, turn, repeat, question (hash of the conversation's first prompt)
@@ -28,25 +31,9 @@ class Record:
     seconds: float
     budget_closed: bool | None = None  # the thinking budget wrote the closing token, not the target; None: old record
 
-    def to_json(self) -> dict:
-        """The JSON object of the record's line."""
-        return vars(self)
-
-    @classmethod
-    def from_json(cls, value: dict) -> "Record":
-        """The record of a JSON object; raises TypeError for missing or unknown fields."""
-        return cls(**value)
-
 
 def make_record(
-    request: Request,
-    answer: Answer,
-    source: dict,
-    sampling: Sampling,
-    protocol: Protocol,
-    model: str,
-    seconds: float,
-    compare: bool,
+    request: Request, answer: Answer, sampling: Sampling, protocol: Protocol, model: str, seconds: float, compare: bool
 ) -> Record:
     """The record of an answer; raises EngineError where the answer contradicts itself.
 
@@ -79,7 +66,7 @@ def make_record(
         budget_closed = reply.closed and 0 < sampling.thinking_budget <= len(reply.reasoning_ids)
     return Record(
         id=request.id,
-        source=source,
+        source=request.source,
         messages=request.messages,
         reasoning=reasoning or "",
         content=content,

@@ -81,7 +81,7 @@ class StoredRecords:
         for number, path in enumerate(paths):
             for offset, value in read_jsonl_at(path):
                 try:
-                    record = Record.from_json(value)
+                    record = Record(**value)
                     self._offsets[int(record.id, 16)] = number << 40 | offset
                     self.counts.add(record, protocol)
                 except (KeyError, TypeError, ValueError) as error:
@@ -98,7 +98,7 @@ class StoredRecords:
         number, offset = divmod(self._offsets[int(id, 16)], 2**40)
         with open(self.paths[number], "rb") as file:
             file.seek(offset)
-            return Record.from_json(json.loads(file.readline()))
+            return Record(**json.loads(file.readline()))
 
     def skip(self, reason: str, detail: str = "", **where) -> None:
         """Count a question that is not asked."""
@@ -122,21 +122,18 @@ class RecordFolder(StoredRecords):
     def __exit__(self, *error) -> None:
         self.lines.close()
         self.failures.close()
-        before, self.manifest.files = self.manifest.files, {}
         *full, last = self.lines.paths() or [None]
-        for path in full:  # a full part file never changes again, so its hash is known
-            if path.name in before and before[path.name]["bytes"] == path.stat().st_size:
-                self.manifest.files[path.name] = before[path.name]
-            else:
+        before = self.manifest.files
+        self.manifest.files = {path.name: before[path.name] for path in full if path.name in before}
+        for path in [*full, last] if last else []:  # a full file never changes again, so its hash is known
+            if path == last or before.get(path.name, {}).get("bytes") != path.stat().st_size:
                 self.manifest.add_file(self.folder, path.name)
-        if last is not None:
-            self.manifest.add_file(self.folder, last.name)
         self.manifest.counts = self.counts.as_dict()
         self.manifest.save(self.folder)
 
     def append(self, record: Record) -> None:
         """Store one new record."""
-        self.lines.append(record.to_json())
+        self.lines.append(vars(record))
         self.counts.add(record, self.protocol)
         self.counts.new += 1
         self.counts.new_output_tokens += len(record.output_ids)

@@ -17,9 +17,8 @@ from common.questions.conversations import Unusable
 from common.questions.questions import Question, Skipped
 from common.target.protocol import Protocol, Unrenderable
 
-TOKENIZER_SAMPLE = (
-    "Naïve Übung, 12345 tokens;\n\n  日本語 中文 한국어 🙂 don't <b>stop</b>"  # other ids in each tokenizer
-)
+# Two tokenizers of the same vocabulary size give other ids for this text.
+TOKENIZER_SAMPLE = "Naïve Übung, 12345 tokens;\n\n  日本語 中文 한국어 🙂 don't <b>stop</b>"
 
 
 @dataclass(frozen=True)

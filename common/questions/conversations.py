@@ -142,7 +142,7 @@ def _message(turn, before: list[dict]) -> dict:
     content = next((turn[key] for key in ("content", "value", "text") if turn.get(key) is not None), "")
     if role == "call":
         return {"role": "assistant", "content": "", "tool_calls": _calls([_call_in_text(content)], before)}
-    if role == "assistant" and (calls := turn.get("tool_calls") or _legacy_calls(turn)):
+    if role == "assistant" and (calls := turn.get("tool_calls") or _as_list(turn.get("function_call"))):
         return {"role": role, "content": _text(content), "tool_calls": _calls(calls, before)}
     if role == "assistant":
         return {"role": role, "content": ""}  # the target writes its own reply here, so this one is not read
@@ -185,11 +185,6 @@ def _calls(calls, before: list[dict]) -> list[dict]:
             "function": {"name": name, "arguments": _json_value(parse_arguments(function.get("arguments")))},
         })  # fmt: skip
     return formed
-
-
-def _legacy_calls(turn: dict) -> list:
-    """The call of a message in OpenAI's older form, `function_call`."""
-    return [turn["function_call"]] if turn.get("function_call") else []
 
 
 def _call_in_text(content) -> dict:

@@ -84,8 +84,7 @@ def build_tokenizer(files: VendorFiles):
     tokenizer = PreTrainedTokenizerFast(tokenizer_object=fast, clean_up_tokenization_spaces=False, **tokens)
     tokenizer.chat_template = files.template
     for id, (content, _) in slots.items():
-        if tokenizer.convert_tokens_to_ids(content) != id:
-            raise UserError(f"{content!r} is id {tokenizer.convert_tokens_to_ids(content)} in the tokenizer, not {id}")
+        assert tokenizer.convert_tokens_to_ids(content) == id, f"{content!r} has another id than {id}"
     return tokenizer
 
 

@@ -198,7 +198,7 @@ def local(smollm2, demo_target):
 
 def local_request(engine, seed: int, max_tokens: int = 24) -> Request:
     prompt = [{"role": "user", "content": "Name three colours."}]
-    return Request("0", prompt, engine.protocol.prompt_ids(prompt), seed, max_tokens)
+    return Request("0", {}, prompt, engine.protocol.prompt_ids(prompt), seed, max_tokens)
 
 
 def test_local_replies_keep_the_protocol(local):
