@@ -194,10 +194,8 @@ class Draft(nn.Module):
         self.embed_tokens = nn.Embedding.from_pretrained(embedding, freeze=True)
 
     @torch.no_grad()
-    def initialise(self, head_rows: Tensor | None, seed: int, fc: str = "identity", std: float = 0.02) -> None:
+    def initialise(self, head_rows: Tensor | None, seed: int, std: float = 0.02) -> None:
         """Fresh weights: head rows [D, H] of the target where given, the rest random from `seed`, norms one."""
-        if fc not in ("identity", "random"):
-            raise ValueError(f'fc initialisation is "{fc}", expected "identity" or "random"')
         generator = torch.Generator().manual_seed(seed)
         for name, parameter in self.named_parameters():
             if name == "embed_tokens.weight":
@@ -206,9 +204,9 @@ class Draft(nn.Module):
                 parameter.fill_(1.0)
             else:  # drawn on the CPU, so that the seed means the same on every device
                 parameter.copy_(torch.randn(parameter.shape, generator=generator) * std)
-        if fc == "identity":  # the draft starts from the highest aux state, the nearest to what the head expects
-            hidden = self.config.hidden_size
-            self.fc.weight.mul_(0.1)[:, -hidden:].add_(torch.eye(hidden, device=self.fc.weight.device))
+        # The draft starts from the highest aux state, the nearest to what the head expects.
+        hidden = self.config.hidden_size
+        self.fc.weight.mul_(0.1)[:, -hidden:].add_(torch.eye(hidden, device=self.fc.weight.device))
         if head_rows is not None:
             self.lm_head.weight.copy_(head_rows)
 

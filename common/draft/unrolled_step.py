@@ -60,9 +60,6 @@ class UnrolledStep(nn.Module):
         steps: int = 7,
         step_weight: float = 0.8,
         *,
-        step_weights: tuple[float, ...] = (),  # in place of step_weight's powers, as far as they go
-        mask_outside_vocab: bool = True,
-        hard_label_share: float = 0.0,
         dtype: torch.dtype = torch.bfloat16,
         compiled: bool = False,
     ):
@@ -70,8 +67,7 @@ class UnrolledStep(nn.Module):
         rows = draft.config.vocab_size if draft_to_target is None else draft_to_target.numel()
         if rows != draft.config.draft_vocab_size:
             raise ValueError(f"draft_to_target names {rows} tokens, the draft has {draft.config.draft_vocab_size}")
-        self.draft, self.steps, self.step_weight, self.step_weights = draft, steps, step_weight, step_weights
-        self.mask_outside_vocab, self.hard_label_share = mask_outside_vocab, hard_label_share
+        self.draft, self.steps, self.step_weight = draft, steps, step_weight
         self.dtype, self.target_norm_eps = dtype, target_norm_eps
         known = torch.ones(target_head.shape[0], dtype=torch.bool)
         if draft_to_target is not None:
@@ -106,18 +102,11 @@ class UnrolledStep(nn.Module):
             choice[chunk] = argmax(full)
             logits = full if self.target_rows is None else states[chunk] @ self.target_rows.t()
             torch.softmax(logits, -1, out=probabilities[chunk])
-            if self.hard_label_share:
-                soft = probabilities[chunk].mul_(1 - self.hard_label_share)
-                label = argmax(logits).unsqueeze(1)
-                soft.scatter_add_(1, label, torch.full_like(label, self.hard_label_share, dtype=soft.dtype))
         return Targets(probabilities, choice, self.known[choice])
 
     def loss_weights(self, steps: int) -> Tensor:
         """The loss weight of each step, float64 [K] on the CPU."""
-        weights = self.step_weight ** torch.arange(steps, dtype=torch.float64)
-        given = self.step_weights[:steps]
-        weights[: len(given)] = torch.tensor(given, dtype=torch.float64)
-        return weights
+        return self.step_weight ** torch.arange(steps, dtype=torch.float64)
 
     def _angles(self, positions: Tensor) -> tuple[Tensor, Tensor]:
         """positions [n] -> cos, sin [n, d/2]"""
@@ -174,7 +163,7 @@ class UnrolledStep(nn.Module):
 
         divisor = (pack_counts if counts is None else counts).to(device).clamp(min=1)
         scale = self.loss_weights(steps).to(device, wide(self.dtype)) / divisor
-        with_loss = live & shifted(targets.inside) if self.mask_outside_vocab else live
+        with_loss = live & shifted(targets.inside)
         hidden, head = self._unroll(pack, positions, runs)
         loss, losses, choice = head_loss(hidden, head, targets.probabilities, with_loss * scale.unsqueeze(1))
 

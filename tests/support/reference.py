@@ -132,8 +132,6 @@ def unrolled_step(
     draft_to_target,
     steps,
     step_weight,
-    mask_outside_vocab=True,
-    hard_label_share=0.0,
     counts=None,
 ):
     """-> loss, loss_sums [K], counts [K], and {(s, flat i): (right_token, right_argmax)}"""
@@ -174,11 +172,10 @@ def unrolled_step(
 
                 target = target_head @ rms_norm(last_hidden[begin + i + 1 + s], target_norm, target_norm_eps)
                 best, logits = int(target.argmax()), target[kept]
-                wanted = torch.softmax(logits, 0) * (1 - hard_label_share)
-                wanted[int(logits.argmax())] += hard_label_share
+                wanted = torch.softmax(logits, 0)
                 said = p["lm_head.weight"] @ output
                 found[s] += 1
-                if best in kept or not mask_outside_vocab:
+                if best in kept:
                     sums[s] = sums[s] - (wanted * torch.log_softmax(said, 0)).sum()
                 choice = kept[int(said.argmax())]
                 right[s, begin + i] = (choice == x[i + 2 + s], choice == best)

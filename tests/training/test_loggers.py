@@ -37,14 +37,9 @@ def test_a_speed_up_pays_for_its_draft_steps():
     assert speed_ups(walk, 0.0)["3"] == 2.0
 
 
-def test_given_step_weights_stand_in_for_the_powers():
-    pack = make_pack([14, 9], 24, 4)
-    powers = Case(config(), pack, steps=3, step_weight=0.5).fast()
-    given = Case(config(), pack, steps=3, step_weight=0.9, step_weights=(1.0, 0.5, 0.25)).fast()
-    assert torch.equal(given[0].loss, powers[0].loss)
-    assert all(torch.equal(given[1][name], gradient) for name, gradient in powers[1].items())
-    longer = Case(config(), pack, steps=4, step_weight=0.5, step_weights=(1.0, 1.0)).module()
-    assert longer.loss_weights(4).tolist() == [1.0, 1.0, 0.25, 0.125]  # evaluation unrolls further than training
+def test_evaluation_unrolls_further_than_training_with_the_same_powers():
+    case = Case(config(), make_pack([14, 9], 24, 4), steps=2, step_weight=0.5).module()
+    assert case.loss_weights(4).tolist() == [1.0, 0.5, 0.25, 0.125]
 
 
 @pytest.mark.parametrize("form", ["llama", "mla"])
