@@ -55,13 +55,20 @@ def _check_aux_layers(config: dict, draft: DraftConfig, target_type: str, findin
             findings.error(BOTH, f"{where} names {len(ids)} aux layers for an fc of {draft.num_aux} states")
     if eagle.get("use_aux_hidden_state") is False:
         findings.error(BOTH, "eagle_config.use_aux_hidden_state is false: engines would feed the last state, not fc's")
+    # SGLang's exception: of a DeepSeek or Kimi target it reads the list as inputs unless the list begins with 1.
+    exception = bool(nested) and nested[0] != 1
+    deepseek = draft.form == "mla" or target_type in DEEPSEEK_TYPES
+    inputs = [layer if exception and deepseek else layer + 1 for layer in nested or ()]
     if top and nested:
-        if [layer - 1 for layer in top] == list(nested):
-            findings.note(BOTH, f"aux layers: inputs of {list(top)}, for both engines")
+        early = f"of a DeepSeek or Kimi target SGLang reads eagle_config's {list(nested)} as inputs, a layer too early"
+        if inputs == list(top):
+            findings.note(BOTH, f"aux layers: inputs of {inputs}, for both engines")
+            if exception and not deepseek and not target_type:
+                findings.note(SGLANG, f"{early}; other targets are not concerned")
+        elif [layer + 1 for layer in nested] == list(top):
+            findings.unsupported(SGLANG, f"{early}; serve with vLLM, or train on aux layers that begin with 2")
         else:
-            text = (
-                f"eagle_config's {list(nested)} are the inputs of {[i + 1 for i in nested]}, but vLLM reads {list(top)}"
-            )
+            text = f"SGLang reads eagle_config's {list(nested)} as inputs of {inputs}, but vLLM reads {list(top)}"
             findings.error(SGLANG, f"{text}: one of the two reads other layers than the draft was trained on")
     elif top and not config.get("speculators"):
         if _is_default(top):
@@ -70,10 +77,11 @@ def _check_aux_layers(config: dict, draft: DraftConfig, target_type: str, findin
         else:
             ids = [layer - 1 for layer in top]
             text = f"without eagle_config's list SGLang takes its default, 2, N//2, N-3, and not {list(top)}"
-            findings.error(SGLANG, f"{text}; write {ids} there")
+            findings.error(SGLANG, f"{text}; write {ids} in eagle_config")
     elif nested:
-        inputs = [layer + 1 for layer in nested]
-        if _is_default(inputs):
+        if _is_default(nested) and inputs == list(nested):
+            findings.note(BOTH, f"aux layers: inputs of {inputs}, for both engines: SGLang's rule and vLLM's default")
+        elif _is_default(inputs):
             text = f"{OLDER['V1 runner']} reads eagle_config's {list(nested)} as inputs, a layer too early"
             findings.note(VLLM, f"{text}; write eagle_aux_hidden_state_layer_ids {inputs} at the top level")
         elif _is_default(nested):
@@ -84,13 +92,6 @@ def _check_aux_layers(config: dict, draft: DraftConfig, target_type: str, findin
             findings.error(VLLM, f"{text}; write {inputs} at the top level if the list is in SGLang's count")
     elif not top:
         findings.note(BOTH, "no aux layer ids: both engines take their default, 2, N//2, N-3")
-    if nested and nested[0] != 1:
-        text = "of a DeepSeek or Kimi target SGLang reads eagle_config's list as inputs unless it begins with 1"
-        text = f"{text}: it would read {list(nested)}, a layer too early"
-        if draft.form == "mla" or target_type in DEEPSEEK_TYPES:
-            findings.unsupported(SGLANG, f"{text}; serve with vLLM, or train on aux layers that begin with 2")
-        elif not target_type:
-            findings.note(SGLANG, f"{text}; other targets are not concerned")
 
 
 def _is_default(ids: list[int]) -> bool:

@@ -73,6 +73,12 @@ def test_layer_lists(published, top, nested, servable, said):
     assert found.servable() == servable and said in "\n".join(map(str, found))
 
 
+@pytest.mark.parametrize("top", [None, [2, 30, 58]])
+@pytest.mark.parametrize(("target_type", "servable"), [("kimi_k2", [VLLM, SGLANG]), ("llama", [VLLM])])
+def test_a_list_in_vllms_count_is_right_for_deepseek_targets_alone(published, top, target_type, servable):
+    assert inspect(published(lists(top, [2, 30, 58])), target_type).servable() == servable
+
+
 def test_four_layers_for_an_fc_of_three_states(published):
     def four(config):
         config[IDS] = [1, 2, 5, 9]

@@ -76,11 +76,11 @@ def test_a_broken_tensor_is_named(published, change, said):
     [
         (
             lambda c: c.update(eagle_aux_hidden_state_layer_ids=[1, 4, 8]),
-            "eagle_config's [1, 4, 8] are the inputs of [2, 5, 9], but vLLM reads [1, 4, 8]",
+            "eagle_config's [1, 4, 8] as inputs of [2, 5, 9], but vLLM reads [1, 4, 8]",
         ),
         (
             lambda c: c["eagle_config"].update(eagle_aux_hidden_state_layer_ids=[2, 5, 9]),
-            "eagle_config's [2, 5, 9] are",
+            "eagle_config's [2, 5, 9] as inputs of [3, 6, 10]",
         ),
         (lambda c: c.pop("eagle_aux_hidden_state_layer_ids"), "eagle_config's [1, 4, 8] is not read"),
         (lambda c: c.pop("eagle_config"), "without eagle_config's list"),
