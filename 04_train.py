@@ -214,7 +214,7 @@ def measure_serving(settings: Settings, folder: Path) -> None:
                     manifest.add_file(folder, name)
                 manifest.save(folder)
     except UserError as error:
-        say(f"  {error}: its last report is the one that the manifest will name")
+        say(f"  {error}: it will enter the report in the manifest when it ends")
     say(f"  {folder / 'report.html'}: {'has' if shown else 'will have'} a section on the server")
     failed = facts["with_draft"]["failed"]
     if failed > MAX_FAILED_SHARE * len(questions):

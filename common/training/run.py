@@ -291,7 +291,7 @@ class TrainingRun:
             "target": target,
             "draft": {k: v for k, v in vars(self.draft.config).items() if v not in (None, 0)},
             "data": self.dataset.counts,
-            "train": vars(self.settings.train) | {"draft_cost": DRAFT_COST},
+            "train": vars(self.settings.train),
             "environment": {"torch": torch.__version__, "device": self.ranks.device, "ranks": self.ranks.world},
             "lengths": self.packs.index.length[train_rows].tolist(),
             "baselines": self.baselines,
