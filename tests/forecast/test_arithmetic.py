@@ -11,8 +11,8 @@ from common.dataset.shard_layout import bytes_per_token
 from common.draft.network import Draft
 from common.forecast import arithmetic as plan
 from common.training.utilisation import StepFlops
-from tests.bench.memory import CASES, KIMI, MLA, SMALL, measured, planned
 from tests.support.stages import only_error, run_here
+from tests.support.step_memory import CASES, KIMI, MLA, SMALL, measured, predicted
 
 FORMS = {
     "llama": SMALL,
@@ -44,7 +44,7 @@ def test_flops_are_those_that_training_counts(form):
 
 @pytest.mark.parametrize("case", CASES)
 def test_memory_is_within_15_percent_of_a_measured_step(case):
-    ratio = sum(planned(*CASES[case]).values()) / measured(*CASES[case])
+    ratio = sum(predicted(*CASES[case]).values()) / measured(*CASES[case])
     assert 0.85 < ratio < 1.15, ratio
 
 
