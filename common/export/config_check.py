@@ -5,7 +5,7 @@ import math
 from common.draft.config import DraftConfig
 from common.draft.network import rope_frequencies, yarn_mscale
 from common.export.findings import BOTH, OLDER, SGLANG, VLLM, Findings
-from common.export.published_draft import FORMS, HEAD_NORMS
+from common.export.published_draft import FORMS, HEAD_NORMS, foreign_options
 from common.export.served_config import ARCHITECTURES, MODEL_TYPES
 
 DEEPSEEK_TYPES = ("deepseek_v2", "deepseek_v3", "kimi_k2")  # model types whose attention engines take for MLA
@@ -53,6 +53,8 @@ def _check_aux_layers(config: dict, draft: DraftConfig, target_type: str, findin
     for ids, where in ((top, "eagle_aux_hidden_state_layer_ids"), (nested, "eagle_config's list")):
         if ids and len(ids) != draft.num_aux:
             findings.error(BOTH, f"{where} names {len(ids)} aux layers for an fc of {draft.num_aux} states")
+        if ids and (min(ids) < 0 or len(set(ids)) < len(ids)):
+            findings.error(BOTH, f"{where} is {list(ids)}: aux layers must differ and not be negative")
     if eagle.get("use_aux_hidden_state") is False:
         findings.error(BOTH, "eagle_config.use_aux_hidden_state is false: engines would feed the last state, not fc's")
     # SGLang's exception: of a DeepSeek or Kimi target it reads the list as inputs unless the list begins with 1.
@@ -100,6 +102,13 @@ def _is_default(ids: list[int]) -> bool:
 
 
 def _check_options(config: dict, draft: DraftConfig, findings: Findings) -> None:
+    if config.get("hidden_act", "silu") != "silu":
+        findings.error(
+            BOTH, f"hidden_act is {config['hidden_act']!r}: the engines' drafts have silu alone and refuse it"
+        )
+    elif options := foreign_options(config):
+        text = f"{', '.join(options)}: this check computes the draft without"
+        findings.note(BOTH, f"{text}; measure the acceptance before relying on it")
     if draft.norm_before_residual and not config.get("speculators"):
         text = "norm_before_residual is not read by SGLang, which would compute another draft silently"
         findings.unsupported(SGLANG, f"{text}; serve with vLLM")

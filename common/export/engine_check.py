@@ -122,10 +122,13 @@ def _check_shapes(config: dict, draft: DraftConfig, tensors: dict[str, Tensor], 
             findings.error(BOTH, f"{name} is {tensors[name].dtype}, expected a float type")
         elif not torch.isfinite(tensors[name].float()).all():
             findings.error(BOTH, f"{name} is not finite: no draft token would be accepted")
+        elif name in ("lm_head.weight", "norm.weight") and not tensors[name].any():
+            findings.error(BOTH, f"{name} is all zero: no draft token would be accepted")
     if "embed_tokens.weight" not in tensors and other_width:
         findings.error(BOTH, "embed_tokens.weight is missing, and the target's has another width: it stays random")
     elif "embed_tokens.weight" not in tensors:
         findings.note(BOTH, "no embed_tokens.weight: both engines take the target's")
+    _check_biases(config, tensors, findings)
     layers = config.get("num_hidden_layers", 1)
     further = {int(match[1]) for match in (re.match(r"layers\.(\d+)\.", name) for name in tensors) if match}
     if set(range(1, layers)) - further:
@@ -140,6 +143,19 @@ def _check_shapes(config: dict, draft: DraftConfig, tensors: dict[str, Tensor], 
         names = ", ".join(unread[:3]) + (f" and {len(unread) - 3} more" if len(unread) > 3 else "")
         findings.error(VLLM, f"{names}: vLLM has no such parameter and refuses the draft; leave it out")
         findings.note(SGLANG, f"{names}: skipped")
+
+
+def _check_biases(config: dict, tensors: dict[str, Tensor], findings: Findings) -> None:
+    attention, mlp = ("q_proj", "k_proj", "v_proj", "o_proj"), ("gate_proj", "up_proj", "down_proj")
+    for option, modules in (("attention_bias", attention), ("mlp_bias", mlp)):
+        biases = [name for name in tensors if name.endswith(tuple(f"{module}.bias" for module in modules))]
+        if config.get(option) and not biases:
+            findings.error(BOTH, f"{option} is true, but no bias is stored: it stays random; set {option} to false")
+        elif biases and not config.get(option):
+            text = f"{biases[0]} without {option}: vLLM refuses the draft, SGLang skips the bias silently"
+            findings.error(BOTH, f"{text}; set {option} to true")
+    if "fc.bias" in tensors:
+        findings.error(BOTH, "fc.bias: the engines' fc has no bias; vLLM refuses the draft, SGLang skips it silently")
 
 
 def _check_vocabulary(config: dict, draft: DraftConfig, tensors: dict[str, Tensor], findings: Findings) -> None:

@@ -87,6 +87,18 @@ def draft_sizes(config: dict, **changes) -> DraftConfig:
     return read_draft_config(config | {"architectures": [ARCHITECTURES[draft_form(config)]]} | changes)
 
 
+def foreign_options(config: dict) -> list[str]:
+    """Options of a config that change the computation and no shape, and that the network here does not have."""
+    plain = {"hidden_act": "silu", "attention_bias": False, "mlp_bias": False, "partial_rotary_factor": 1}
+    plain |= {"rotary_dim": config.get("head_dim", config.get("rotary_dim")), "use_sliding_window": False}
+    options = [f"{key} {config[key]!r}" for key, value in plain.items() if config.get(key) not in (None, value)]
+    if "sliding_attention" in (config.get("layer_types") or ()):
+        options.append("layer_types 'sliding_attention'")
+    if any(isinstance(value, dict) for value in (config.get("rope_parameters") or {}).values()):
+        options.append("rope_parameters by layer type")
+    return options
+
+
 def weight_files(folder: Path) -> list[Path]:
     """The files that engines read a draft's weights from; raises UserError where there are none, or one is missing.
 

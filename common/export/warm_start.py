@@ -13,7 +13,14 @@ from common.dataset.draft_vocabulary import kept_tokens, mappings
 from common.draft.config import SCALINGS, DraftConfig
 from common.draft.network import Draft
 from common.export.findings import Findings
-from common.export.published_draft import draft_sizes, our_name, read_config, read_tensors, weight_files
+from common.export.published_draft import (
+    draft_sizes,
+    foreign_options,
+    our_name,
+    read_config,
+    read_tensors,
+    weight_files,
+)
 from common.pipeline.errors import UserError
 from common.pipeline.files import sha256
 
@@ -68,6 +75,10 @@ def _read_published(path: Path, target: DraftConfig, aux_layers: tuple[int, ...]
     config = read_config(path, findings)
     if config is None:
         raise UserError(findings.faults()[-1])
+    if options := foreign_options(config):
+        raise UserError(
+            f"its config has {', '.join(options)}, which the draft here cannot compute; choose another draft"
+        )
     sizes = draft_sizes(config)
     tensors = {our_name(n): tensor for n, tensor in read_tensors(path, findings).items() if DERIVED not in n}
     t2d, d2t = tensors.pop("t2d", None), tensors.pop("d2t", None)

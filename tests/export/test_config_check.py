@@ -177,3 +177,32 @@ def test_the_length_beyond_which_vllm_does_not_draft_is_named(published):
     findings = inspect(published(lambda config: config.update(max_position_embeddings=2048)))
     assert "max_position_embeddings is 2048: vLLM drafts nothing, or fails, beyond" in levels(findings, "note")
     assert findings.servable() == [VLLM, SGLANG]
+
+
+@pytest.mark.parametrize(
+    ("options", "named"),
+    [
+        ({"attention_bias": True}, "attention_bias True"),
+        ({"mlp_bias": True}, "mlp_bias True"),
+        ({"partial_rotary_factor": 0.5}, "partial_rotary_factor 0.5"),
+        ({"rotary_dim": 2}, "rotary_dim 2"),
+        ({"use_sliding_window": True}, "use_sliding_window True"),
+        ({"sliding_window": 64, "layer_types": ["sliding_attention"]}, "layer_types 'sliding_attention'"),
+        ({"rope_parameters": {"full_attention": {"rope_theta": 5e4}}}, "rope_parameters by layer type"),
+    ],
+)
+def test_options_that_the_draft_here_cannot_compute_are_named(published, options, named):
+    findings = inspect(published(lambda config: config.update(options)))
+    assert f"{named}: this check computes the draft without" in levels(findings, "note")
+
+
+def test_another_activation_is_refused(published):
+    findings = inspect(published(lambda config: config.update(hidden_act="gelu")))
+    assert findings.servable() == []
+    assert "hidden_act is 'gelu'" in levels(findings, "error")
+
+
+@pytest.mark.parametrize("ids", [[2, 2, 9], [-1, 5, 9]])
+def test_aux_layers_that_no_target_has_are_named(published, ids):
+    faults = inspect(published(lists(ids, [layer - 1 for layer in ids]))).faults()
+    assert f"{IDS} is {ids}: aux layers must differ and not be negative" in faults

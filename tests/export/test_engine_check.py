@@ -167,3 +167,29 @@ def test_the_switch_prints_a_line_a_finding_and_a_verdict(ours, published):
     assert out.splitlines()[-1] == f"{folder}: not servable"
     code, _, err = run_here("04", "--config", DEMO, "--check-export", folder / "nowhere")
     assert code == 2 and "no such file" in err
+
+
+@pytest.mark.parametrize(
+    ("option", "bias", "named"),
+    [
+        (None, "midlayer.self_attn.q_proj.bias", "midlayer.self_attn.q_proj.bias without attention_bias"),
+        (None, "midlayer.mlp.up_proj.bias", "midlayer.mlp.up_proj.bias without mlp_bias"),
+        (None, "fc.bias", "fc.bias: the engines' fc has no bias"),
+        ("attention_bias", None, "attention_bias is true, but no bias is stored"),
+        ("mlp_bias", None, "mlp_bias is true, but no bias is stored"),
+    ],
+)
+def test_biases_that_config_and_weights_disagree_on(published, option, bias, named):
+    folder = published(
+        lambda config: config.update({option: True} if option else {}),
+        lambda tensors: tensors.update({bias: torch.ones(8)} if bias else {}),
+    )
+    findings = inspect(folder)
+    assert findings.servable() == []
+    assert named in levels(findings, "error")
+
+
+@pytest.mark.parametrize("name", ["lm_head.weight", "norm.weight"])
+def test_a_tensor_of_zeros_is_named(published, name):
+    faults = inspect(published(change_tensors=lambda tensors: tensors[name].zero_())).faults()
+    assert f"{name} is all zero: no draft token would be accepted" in faults

@@ -107,6 +107,8 @@ def test_the_other_spelling_is_the_same_draft_wherever_it_lies(run, published):
         ({}, {"eagle_aux_hidden_state_layer_ids": [1, 2, 4]}, "aux layers [1, 2, 4], the shards hold [1, 2, 3]"),
         ({"d2t": KEPT}, {}, "d2t and t2d contradict each other"),
         ({}, {"eagle_aux_hidden_state_layer_ids": None, "eagle_config": {NESTED: [1, 2, 4]}}, "[1, 2, 4], in neither"),
+        ({}, {"hidden_act": "gelu"}, "its config has hidden_act 'gelu', which the draft here cannot compute"),
+        ({}, {"partial_rotary_factor": 0.5}, "its config has partial_rotary_factor 0.5"),
         ({}, {"architectures": ["BertModel"]}, "architectures is ['BertModel']"),
         ({"midlayer.self_attn.q_norm.weight": torch.ones(6)}, {}, "midlayer.self_attn.q_norm.weight is unknown"),
         ({}, {"hidden_size": None}, "no 'hidden_size' in config.json"),
