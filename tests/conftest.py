@@ -1,4 +1,4 @@
-"""What several test files share: the demo target and a tiny run of stages 01b to 03, made once for all workers."""
+"""Fixtures of several test files. What takes long to build is built once for all of pytest's workers."""
 
 import fcntl
 import os
@@ -17,14 +17,14 @@ import pytest
 
 from tests.support.stages import DEMO, ROOT, run_process
 
-# What a shell starts in the background ignores SIGINT, and the scripts that tests interrupt would inherit that.
+# A shell's background processes ignore SIGINT, and the scripts that tests interrupt would inherit that.
 signal.signal(signal.SIGINT, signal.default_int_handler)
 TINY_DATASET = ("--draft-vocab-size", 2048, "--holdout-share", 0.3, "--sample-tokens", 256)
 
 
 @contextmanager
 def locked(path: Path):
-    """Hold a file lock, so that one of pytest's workers builds what all of them use."""
+    """Hold a lock on `path`, so that one of pytest's workers builds what all of them use."""
     path.parent.mkdir(parents=True, exist_ok=True)
     with open(path, "w") as file:
         fcntl.flock(file, fcntl.LOCK_EX)
@@ -33,7 +33,7 @@ def locked(path: Path):
 
 @pytest.fixture(scope="session")
 def demo_target() -> Path:
-    """Folder of the re-labelled SmolLM2, relative to the repository's root; built when it is absent."""
+    """Folder of the demo's target, relative to the repository's root: SmolLM2 with Kimi's thinking tokens."""
     folder = Path("runs/smollm2-thinking")
     with locked(ROOT / "runs/.demo_target.lock"):
         if not (ROOT / folder / "config.json").exists():
@@ -44,7 +44,7 @@ def demo_target() -> Path:
 
 @pytest.fixture(scope="session")
 def tiny_run(demo_target, tmp_path_factory, worker_id) -> Path:
-    """A run folder with stages 01b, 02 and 03 done on ten questions. Shared: change a `run_copy` only."""
+    """A run folder after stages 01b, 02 and 03 on ten questions. All tests share it: change a `run_copy` instead."""
     return built_once("tiny_run", build_tiny_run, tmp_path_factory, worker_id)
 
 
@@ -69,7 +69,7 @@ def built_once(name: str, build, tmp_path_factory, worker_id) -> Path:
 
 @pytest.fixture(scope="session")
 def tiny_target(tmp_path_factory, worker_id) -> Path:
-    """Folder of a tokenizer with Kimi's chat form and a vocabulary of bytes: loads in milliseconds."""
+    """Folder of a tokenizer with Kimi's chat form and a vocabulary of bytes, which loads in milliseconds."""
     from tests.support.targets import build_tiny_target
 
     return built_once("tiny_target", build_tiny_target, tmp_path_factory, worker_id)
@@ -77,7 +77,7 @@ def tiny_target(tmp_path_factory, worker_id) -> Path:
 
 @pytest.fixture(scope="session")
 def tiny(tiny_target):
-    """Its protocol."""
+    """The token protocol of `tiny_target`."""
     from tests.support.targets import tiny_protocol
 
     return tiny_protocol(tiny_target)
@@ -85,7 +85,7 @@ def tiny(tiny_target):
 
 @pytest.fixture
 def place(tiny, tiny_target, tmp_path):
-    """01b against a server that does what it is told."""
+    """A run of 01b against a server that answers as the test tells it."""
     from tests.support.fault_server import FaultServer
     from tests.support.generation import GenerationRun
 
@@ -95,7 +95,7 @@ def place(tiny, tiny_target, tmp_path):
 
 @pytest.fixture
 def spool(tmp_path) -> Path:
-    """Where an extraction server leaves states."""
+    """Folder in which an extraction server leaves states."""
     return tmp_path / "spool"
 
 
@@ -113,7 +113,7 @@ def server(spool):
 
 @pytest.fixture(scope="session")
 def records(tmp_path_factory) -> Path:
-    """What is there before 02, in small: a target with random weights, its config, records."""
+    """Folder with everything that 02 needs: a target with random weights, its config, made-up records."""
     from tests.support.random_target import build
 
     folder = tmp_path_factory.mktemp("records")
@@ -139,7 +139,7 @@ def kimi_folder(tmp_path_factory, worker_id) -> Path:
 
 @pytest.fixture(scope="session")
 def kimi(kimi_folder):
-    """The real Kimi vocabulary's protocol."""
+    """The token protocol of the real Kimi vocabulary."""
     from tests.support.targets import kimi_protocol
 
     return kimi_protocol(kimi_folder)
@@ -147,7 +147,7 @@ def kimi(kimi_folder):
 
 @pytest.fixture
 def run_copy(tiny_run, tmp_path):
-    """Copies the named stages of the tiny run into a run folder of this test's own."""
+    """A function that copies stages of the tiny run into a run folder that only this test uses."""
 
     def copy(*stages: str) -> Path:
         for stage in stages:
@@ -159,7 +159,7 @@ def run_copy(tiny_run, tmp_path):
 
 @pytest.fixture
 def small_disk(tmp_path):
-    """A file system of 8 MiB that really fills up; needs root."""
+    """A file system of 8 MiB, which a test can fill; mounting it needs root, else the test is skipped."""
     disk = tmp_path / "disk"
     disk.mkdir()
     mounted = subprocess.run(["mount", "-t", "tmpfs", "-o", "size=8m", "tmpfs", str(disk)], capture_output=True)
@@ -171,7 +171,7 @@ def small_disk(tmp_path):
 
 @pytest.fixture(scope="session")
 def smollm2(demo_target):
-    """The demo target in bf16, loaded once a worker."""
+    """The demo's target in bf16, loaded once in each worker."""
     from common.pipeline.settings import Target
     from common.target.local_model import load_model
 
@@ -181,14 +181,14 @@ def smollm2(demo_target):
 
 @pytest.fixture
 def root_folder(monkeypatch) -> Path:
-    """The repository's root as working directory: where config's relative paths mean something."""
+    """The repository's root, made the working directory: the configs' relative paths start there."""
     monkeypatch.chdir(ROOT)
     return ROOT
 
 
 @pytest.fixture(scope="session")
 def protocol(demo_target):
-    """The demo target's token protocol: <think> is 15, </think> 16, <|im_end|> 2."""
+    """The token protocol of the demo's target: <think> is 15, </think> 16, <|im_end|> 2."""
     from common.pipeline.settings import Target
     from common.target.protocol import load_protocol
 

@@ -9,7 +9,6 @@ import torch
 from common.dataset.packs import Pack
 from tests.support.unrolled_case import Case, config, make_pack
 
-HIDDEN, AUX = 16, 3
 LLAMA3 = {"rope_type": "llama3", "factor": 8.0, "low_freq_factor": 1.0, "high_freq_factor": 4.0}
 LLAMA3 |= {"original_max_position_embeddings": 64}
 YARN = {"rope_type": "yarn", "factor": 16.0, "original_max_position_embeddings": 64, "mscale": 1.0}

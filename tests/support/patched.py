@@ -14,7 +14,7 @@ from pathlib import Path
 
 @contextmanager
 def patched(constants: dict[str, object]) -> Iterator[None]:
-    """Module constants, by their full names, with other values meanwhile."""
+    """Set module constants, given by their full names, to other values until the context ends."""
     before = []
     for name, value in constants.items():
         module, _, constant = name.rpartition(".")
@@ -28,7 +28,7 @@ def patched(constants: dict[str, object]) -> Iterator[None]:
 
 
 def words(constants: dict[str, object]) -> list[str]:
-    """What stands between `python` and the script on a command line."""
+    """The words between `python` and the script on a command line that sets these constants; none for no constants."""
     return [__file__, *(f"{name}={json.dumps(value)}" for name, value in constants.items())] if constants else []
 
 
