@@ -13,7 +13,7 @@ split the work over two nodes, run `--part 1/2` on one and `--part 2/2` on the o
 import asyncio
 from pathlib import Path
 
-from common.forecast.tables import ask_nobody, show_forecast
+from common.forecast.tables import go_offline, show_forecast
 from common.generation.loop import MAX_SILENT_SHARE, Generation
 from common.generation.record_folder import FAILURES, Counts, RecordFolder, StoredRecords
 from common.generation.work import PendingConversations, input_fingerprint
@@ -128,7 +128,7 @@ def show_settings(settings: Settings, protocol: Protocol, questions: QuestionStr
 
 def dry_run(settings: Settings, folder: Path, part: Part) -> int:
     """Print how many samples are stored and missing; writes nothing and sends no request."""
-    ask_nobody()
+    go_offline()
     local = Path(settings.questions.dataset).suffix and Path(settings.target.model).is_dir()
     try:
         protocol, questions = load_protocol(settings.target), QuestionStream(settings.questions)

@@ -18,7 +18,7 @@ from pathlib import Path
 
 from common.dataset.disk_budget import parse_size, released_shards, tokens_folder
 from common.extraction.streams import StreamReader
-from common.forecast.tables import ask_nobody, is_there, show_forecast, show_missing
+from common.forecast.tables import go_offline, show_forecast, show_input_missing, stage_started
 from common.pipeline.command_line import Settings, load_settings
 from common.pipeline.console import say, table
 from common.pipeline.errors import TooManyFailures, UserError, guarded
@@ -46,11 +46,11 @@ def main() -> int:
     if parse_size(settings.extract.window) and part.count > 1:
         raise UserError("--window and --part exclude each other: a window belongs to one extraction and one training")
     if settings.dry_run:
-        ask_nobody()
-        if not is_there(source):
-            return show_missing(settings, "02", source)
+        go_offline()
+        if not stage_started(source):
+            return show_input_missing(settings, "02", source)
     if settings.switches.print_server_command and settings.shipped_config:
-        ask_nobody()  # a command to copy needs no checkpoint
+        go_offline()  # a command to copy needs no checkpoint
     sizes = read_sizes(settings.target, settings.shipped_config)
     aux_layers = sizes.aux_layers(settings.extract.aux_layers)
     if settings.switches.print_server_command:

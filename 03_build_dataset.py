@@ -10,7 +10,7 @@ Reads RUN/02_hidden; writes RUN/03_dataset. No state is copied: the index says w
 from pathlib import Path
 
 from common.dataset.disk_budget import check_split, tokens_folder
-from common.forecast.tables import ask_nobody, is_there, show_forecast, show_missing
+from common.forecast.tables import go_offline, show_forecast, show_input_missing, stage_started
 from common.pipeline.command_line import Settings, load_settings
 from common.pipeline.console import Progress, say, table
 from common.pipeline.errors import UserError, guarded
@@ -29,9 +29,9 @@ def main() -> int:
     settings = load_settings(None, __doc__, ("target", "dataset", "forecast"), switches)
     folder, source = settings.run_dir / STAGE, tokens_folder(settings.run_dir / INPUT)
     if settings.dry_run:
-        ask_nobody()
-        if not is_there(source):
-            return show_missing(settings, "03", source)
+        go_offline()
+        if not stage_started(source):
+            return show_input_missing(settings, "03", source)
     shards = load_stage(source, INPUT)
     check_split(shards, settings.dataset)
     bad = shards.verify(source, hashes=False)

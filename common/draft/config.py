@@ -4,9 +4,13 @@ from dataclasses import dataclass
 
 from common.pipeline.settings import DraftModel
 
-# Rotary scalings that training and both engines compute alike. A draft need not scale as its target does: of others
-# (mrope, longrope, dynamic), it takes the plain angles.
+# Rotary scalings that training, vLLM and SGLang compute alike. A draft need not scale as its target does: for any other
+# scaling of the target (mrope, longrope, dynamic) it uses unscaled angles.
 SCALINGS = ("linear", "llama3", "yarn")
+MAIN_K = 3  # draft tokens per forward of the target in headline figures, by which the served checkpoint is chosen
+# Rows of draft logits computed at a time: with fewer, CPU products over a wide vocabulary lose half their speed; more
+# only take memory.
+CHUNK_ROWS = 2000
 
 
 @dataclass(frozen=True)
@@ -30,7 +34,7 @@ class DraftConfig:
     norm_before_fc: bool = False
     fc_norm: bool = False
     norm_output: bool = False
-    q_lora_rank: int = 0  # MLA from here; 0 means queries without a low rank
+    q_lora_rank: int = 0  # from here MLA only; 0: queries are not low-rank
     kv_lora_rank: int = 0
     qk_nope_head_dim: int = 0
     qk_rope_head_dim: int = 0
@@ -59,7 +63,7 @@ class DraftConfig:
 
 
 def draft_config(shape: DraftModel, text: dict, eps: float, aux: int, draft_vocab_size: int) -> DraftConfig:
-    """The draft's sizes: the target's own (`text` is its config) where the settings say 0."""
+    """The draft's sizes from the settings; where they say 0, the target's (`text` is its config.json)."""
     heads = shape.attention_heads or text["num_attention_heads"]
     rope = text.get("rope_parameters") or {}
     scaling = text.get("rope_scaling") or {k: v for k, v in rope.items() if k != "rope_theta"}
@@ -70,7 +74,7 @@ def draft_config(shape: DraftModel, text: dict, eps: float, aux: int, draft_voca
         names = ("q_lora_rank", "kv_lora_rank", "qk_nope_head_dim", "qk_rope_head_dim", "v_head_dim")
         mla = {name: text.get(name) or 0 for name in names}
     head_dim = shape.head_dim or text.get("head_dim") or text["hidden_size"] // text["num_attention_heads"]
-    if shape.form == "mla" or "kv_lora_rank" in text:  # an MLA target's head sizes say nothing about Llama heads
+    if shape.form == "mla" or "kv_lora_rank" in text:  # the head sizes of an MLA target do not suit a Llama draft
         head_dim = shape.head_dim or 128
     return DraftConfig(
         form=shape.form,

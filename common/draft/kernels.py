@@ -1,41 +1,68 @@
-"""The element-wise parts of the draft, each with its own backward, so that few passes over memory are made.
+"""Element-wise loops and matrix products of the draft, each with its own backward, to make few passes over memory.
 
 A matrix product of this size takes as long as three or four passes over its result: on CPU the passes decide the speed.
-Every pass here is a plain function of tensors ("body"); `fused` runs it as one loop where `compile_bodies(True)` was
-called and a compiler exists, and eagerly otherwise. Both give the same numbers up to the order of rounding.
+Every pass is a plain function of tensors ("body") under `fused`, which torch.compile turns into one loop after
+`compile_loops()`; otherwise it runs eagerly. Both give the same numbers up to the order of rounding.
 
 Shapes: n rows, H hidden, I intermediate, h heads, d head width.
 """
 
 import ctypes
 import functools
-import logging
+import os
+import shutil
 import sys
 
 import torch
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 
-log = logging.getLogger(__name__)
+from common.pipeline.errors import UserError
+
 _compiled = False
 
 
-def compile_bodies(on: bool) -> None:
-    """Switch fused loops on or off for the process, as torch.backends switches do: the results do not depend on it."""
+def compile_loops(on: bool = True) -> None:
+    """Process-wide switch, for the start of a script: whether fused loops are compiled."""
     global _compiled
     _compiled = on
 
 
-def fused(body=None, *, varying: tuple[int, ...] = (0,), also: dict[int, tuple] | None = None, eager=None):
-    """Run `body` compiled when that is switched on; the first failure to compile switches back for good.
+def missing_compiler(device: str) -> str:
+    """What torch.compile needs for `device` and this machine lacks, in words; empty where nothing is missing."""
+    if device.startswith("cuda"):
+        compilers = [os.environ["CC"]] if "CC" in os.environ else ["gcc", "clang"]
+        try:
+            import triton  # noqa: F401
+        except ImportError:
+            return "Triton is not installed"
+    else:
+        compilers = [os.environ.get("CXX", "g++")]
+    return "" if any(map(shutil.which, compilers)) else f"{' or '.join(compilers)} is not installed"
 
-    `varying` names the dimensions of its arguments that differ from call to call (`also`: further ones of one
-    argument): a loop is compiled once for all of them, and what is fixed makes it faster. `eager` is the same function
-    written for aten's ready-made passes.
+
+def keep_freed_memory() -> None:
+    """Process-wide switch, for the start of a script: glibc reuses freed memory instead of returning it to the system.
+
+    Otherwise page faults cost more than the arithmetic: a [2048, 8192] bf16 product took 48 ms with them, 6 without.
+    """
+    if sys.platform == "linux":
+        mallopt = getattr(ctypes.CDLL(None), "mallopt", None)  # musl's allocator has no mallopt and no such fault
+        if mallopt is not None:
+            trim_threshold, mmap_threshold = -1, -3
+            mallopt(mmap_threshold, 1 << 30)
+            mallopt(trim_threshold, (1 << 31) - 1)
+
+
+def fused(body=None, *, varying: tuple[int, ...] = (0,), also: dict[int, tuple] | None = None, eager=None):
+    """Run `body` as one compiled loop after `compile_loops()`. Raises UserError where the compiler fails.
+
+    `varying`: dimensions of the arguments whose sizes change from call to call (`also`: further ones, by the number of
+    the argument). A loop is compiled once for all such sizes; fixed sizes make it faster. `eager`: the same function
+    in terms of torch's own operators, for uncompiled runs.
     """
     if body is None:
         return functools.partial(fused, varying=varying, also=also, eager=eager)
-    plain = eager or body
 
     @functools.cache
     def compiled():
@@ -44,43 +71,29 @@ def fused(body=None, *, varying: tuple[int, ...] = (0,), also: dict[int, tuple] 
     @functools.wraps(body)
     def call(*args):
         if not _compiled:
-            return plain(*args)
-        for place, x in enumerate(args):
+            return (eager or body)(*args)
+        for number, x in enumerate(args):
             if isinstance(x, Tensor):
-                for dimension in (*varying, *((also or {}).get(place, ()))):
+                for dimension in (*varying, *((also or {}).get(number, ()))):
                     if dimension < x.dim():
                         torch._dynamo.maybe_mark_dynamic(x, dimension)
         try:
             return compiled()(*args)
-        except Exception as error:  # whatever a missing or broken compiler raises, the eager body is right
-            log.warning("no fused loops (%s: %s); continuing without", type(error).__name__, str(error).split("\n")[0])
-            compile_bodies(False)
-            return plain(*args)
+        except torch._dynamo.exc.TorchDynamoException as error:
+            reason = str(error).strip().split("\n")[0]
+            raise UserError(f"torch.compile failed ({reason}); run again with --no-compile") from None
 
     return call
 
 
-def keep_freed_memory() -> None:
-    """Have glibc keep what a step frees for the next one, instead of returning it and faulting every page in again.
-
-    Page faults cost more than the arithmetic otherwise: a [2048, 8192] bf16 product took 48 ms with them and 6 without.
-    """
-    if sys.platform == "linux":
-        mallopt = getattr(ctypes.CDLL(None), "mallopt", None)  # musl has none, and does not need it
-        if mallopt is not None:
-            trim_threshold, mmap_threshold = -1, -3
-            mallopt(mmap_threshold, 1 << 30)
-            mallopt(trim_threshold, (1 << 31) - 1)
-
-
-def wide(dtype: torch.dtype) -> torch.dtype:
-    """The type that sums are taken in."""
+def accumulation_dtype(dtype: torch.dtype) -> torch.dtype:
+    """The dtype in which sums over values of `dtype` are taken: float32, or float64 for float64."""
     return torch.float64 if dtype == torch.float64 else torch.float32
 
 
 class _Linear(torch.autograd.Function):
-    """x W' for each W, plus `add` for a single one. The gradient of a W goes to its float32 master, so that unrolled
-    steps add up in float32."""
+    """x W' for each W, plus `add` where there is one W. The gradient of each W goes to its float32 master, so that the
+    gradients of the unrolled steps are summed in float32."""
 
     @staticmethod
     def forward(ctx, x, add, *weights):
@@ -93,14 +106,14 @@ class _Linear(torch.autograd.Function):
     @once_differentiable
     def backward(ctx, *douts):
         x, *lows = ctx.saved_tensors
-        dx, turned, dweights = None, None, []
-        for place, (dout, low) in enumerate(zip(douts, lows, strict=True)):
+        dx, transposed, dweights = None, None, []
+        for number, (dout, low) in enumerate(zip(douts, lows, strict=True)):
             dweight = None
-            if ctx.needs_input_grad[2 + 2 * place]:
-                # oneDNN takes twice as long where it must transpose on the way: do the narrower of the two beforehand
+            if ctx.needs_input_grad[2 + 2 * number]:
+                # oneDNN takes twice as long where it must transpose: transpose the narrower matrix first
                 if x.shape[1] < dout.shape[1]:
-                    turned = x.t().contiguous() if turned is None else turned
-                    dweight = (turned @ dout).t()
+                    transposed = x.t().contiguous() if transposed is None else transposed
+                    dweight = (transposed @ dout).t()
                 else:
                     dweight = dout.t().contiguous() @ x
                 dweight = dweight.to(ctx.master_dtype)
@@ -111,7 +124,7 @@ class _Linear(torch.autograd.Function):
 
 
 class Weight:
-    """A matrix [out, in] in two precisions: the float32 master that learns, and the copy that computes."""
+    """A matrix [out, in] in two precisions: the float32 master that is trained, and the copy used in products."""
 
     def __init__(self, master: Tensor, dtype: torch.dtype):
         self.master = master
@@ -121,14 +134,14 @@ class Weight:
         return _Linear.apply(x, add, self.master, self.low)[0]
 
 
-def both(x: Tensor, first: Weight, second: Weight) -> tuple[Tensor, Tensor]:
-    """x through two matrices: what their gradients share is done once."""
+def two_linears(x: Tensor, first: Weight, second: Weight) -> tuple[Tensor, Tensor]:
+    """x through two matrices; backward transposes x once for both and sums its gradient in place."""
     return _Linear.apply(x, None, first.master, first.low, second.master, second.low)
 
 
 @fused
 def _rms_norm(x, weight, eps: float):
-    y = x.to(wide(x.dtype))
+    y = x.to(accumulation_dtype(x.dtype))
     scale = torch.rsqrt(y.square().mean(-1, keepdim=True) + eps)
     return (y * scale * weight).to(x.dtype), scale
 
@@ -158,20 +171,20 @@ class _RMSNorm(torch.autograd.Function):
 
 
 def rms_norm(x: Tensor, weight: Tensor, eps: float) -> tuple[Tensor, Tensor]:
-    """x [n, H] over its root mean square, times weight [H]; and x again, for the residual that is read beside it: so
-    their gradients meet inside one pass."""
+    """x [n, H] over its root mean square, times weight [H]; also returns x for the residual branch, so that both
+    gradients are added in one fused backward."""
     return _RMSNorm.apply(x, weight, eps)
 
 
 @fused
 def _swiglu(gate, up):
-    wide_gate = gate.to(wide(gate.dtype))
-    return (wide_gate * torch.sigmoid(wide_gate) * up).to(gate.dtype)
+    z = gate.to(accumulation_dtype(gate.dtype))
+    return (z * torch.sigmoid(z) * up).to(gate.dtype)
 
 
 @fused
 def _swiglu_backward(dy, gate, up):
-    dy, z = dy.to(wide(gate.dtype)), gate.to(wide(gate.dtype))
+    dy, z = dy.to(accumulation_dtype(gate.dtype)), gate.to(accumulation_dtype(gate.dtype))
     sigmoid = torch.sigmoid(z)
     return (dy * up * sigmoid * (1 + z * (1 - sigmoid))).to(gate.dtype), (dy * z * sigmoid).to(gate.dtype)
 
@@ -218,11 +231,12 @@ class _Rotate(torch.autograd.Function):
     @once_differentiable
     def backward(ctx, dy):
         cos, sin = ctx.saved_tensors
-        return ctx.body(dy, cos, -sin), None, None, None  # a rotation's transpose turns back
+        return ctx.body(dy, cos, -sin), None, None, None  # the transpose of a rotation is its inverse
 
 
 def rotate(x: Tensor, cos: Tensor, sin: Tensor, pairs: bool) -> Tensor:
-    """x [n, h, d] turned by angles, cos and sin [n, d/2]: (i, i + d/2) together as in Llama, or neighbours (pairs)."""
+    """x [n, h, d] rotated by angles with cos and sin [n, d/2]: dimensions (i, i + d/2) together as in Llama, or, with
+    `pairs`, neighbouring dimensions."""
     return _Rotate.apply(x, cos, sin, pairs)
 
 
@@ -241,5 +255,5 @@ class _TakeRows(torch.autograd.Function):
 
 
 def take_rows(x: Tensor, rows: Tensor) -> Tensor:
-    """x[rows] for rows that are all different: the gradient is copied, where indexing would add it up."""
+    """x[rows] for distinct rows: backward copies the gradient, where indexing would have to accumulate it."""
     return _TakeRows.apply(x, rows)

@@ -1,7 +1,7 @@
 """The draft network: one EAGLE-3 layer, with Llama's attention or with multi-head latent attention (MLA).
 
-Parameters carry the names of a served checkpoint. The modules hold parameters and say what a layer computes;
-`ttt.py` decides for which positions. What each option means is what vLLM's llama_eagle3.py and deepseek_eagle3.py do.
+Parameters have the names of a served checkpoint. The modules hold parameters and define what a layer computes;
+unrolled_step.py decides for which positions. Options mean what vLLM's llama_eagle3.py and deepseek_eagle3.py do.
 
 Shapes: n rows, H hidden, A aux states, V vocabulary, D draft vocabulary, h query heads, hk key heads,
 d query and key width of a head, dv value width, N = Nq + Nkv columns of the input projections.
@@ -13,11 +13,11 @@ import torch
 from torch import Tensor, nn
 
 from common.draft.config import DraftConfig
-from common.draft.kernels import Weight, both, rms_norm, rotate, swiglu
+from common.draft.kernels import Weight, rms_norm, rotate, swiglu, two_linears
 
 
 def yarn_mscale(factor: float, mscale: float = 1.0) -> float:
-    """YaRN's factor on cos and sin, before a model's own correction."""
+    """YaRN's factor on cos and sin (arXiv:2309.00071), before a model's own correction."""
     return 0.1 * mscale * math.log(factor) + 1.0 if factor > 1 else 1.0
 
 
@@ -26,12 +26,12 @@ def rope_frequencies(config: DraftConfig, width: int) -> tuple[Tensor, float]:
     scaling, kind = dict(config.rope_scaling or {}), config.rope_type
     if kind == "default":
         return config.rope_theta ** -(torch.arange(0, width, 2, dtype=torch.float64) / width), 1.0
-    # transformers' formulas rather than copies of them: imported here, since most drafts scale nothing
+    # transformers' own formulas; imported here, since most drafts do not scale
     from transformers import LlamaConfig
     from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
 
     if kind not in ROPE_INIT_FUNCTIONS:
-        raise ValueError(f'rope_scaling has type "{kind}", known are default, {", ".join(sorted(ROPE_INIT_FUNCTIONS))}')
+        raise ValueError(f'rope_scaling has type "{kind}", expected default, {", ".join(sorted(ROPE_INIT_FUNCTIONS))}')
     settings = LlamaConfig(
         hidden_size=width,
         num_attention_heads=1,
@@ -40,14 +40,14 @@ def rope_frequencies(config: DraftConfig, width: int) -> tuple[Tensor, float]:
         rope_parameters={"rope_theta": config.rope_theta, **scaling, "rope_type": kind},
     )
     frequencies, factor = ROPE_INIT_FUNCTIONS[kind](settings, torch.device("cpu"))
-    if config.form == "mla":  # DeepSeek's rule has another default for a missing mscale_all_dim
+    if config.form == "mla":  # DeepSeek's code has another default for a missing mscale_all_dim than transformers
         factor = yarn_mscale(scaling["factor"], scaling.get("mscale", 1.0))
         factor /= yarn_mscale(scaling["factor"], scaling.get("mscale_all_dim", 0.0))
     return frequencies.double(), factor
 
 
 class RMSNorm(nn.Module):
-    """A root mean square norm; the weight is read and not cast, as norms are too small to gain by it."""
+    """A root mean square norm. Weights stay float32; casting them would save nothing."""
 
     def __init__(self, size: int, eps: float):
         super().__init__()
@@ -57,8 +57,8 @@ class RMSNorm(nn.Module):
     def forward(self, x: Tensor) -> Tensor:
         return rms_norm(x, self.weight, self.eps)[0]
 
-    def beside(self, x: Tensor) -> tuple[Tensor, Tensor]:
-        """normed x, and x for the residual that goes past the norm"""
+    def normed_and_input(self, x: Tensor) -> tuple[Tensor, Tensor]:
+        """(normed x, x for the residual branch)"""
         return rms_norm(x, self.weight, self.eps)
 
 
@@ -69,7 +69,7 @@ def _linear(inputs: int, outputs: int) -> nn.Linear:
 class LlamaAttention(nn.Module):
     """Grouped-query attention whose input is [embedding, hidden]."""
 
-    pairs = False  # rotary turns (i, i + d/2) together
+    pairs = False  # rotary embedding rotates dimensions (i, i + d/2) together
 
     def __init__(self, config: DraftConfig):
         super().__init__()
@@ -84,7 +84,7 @@ class LlamaAttention(nn.Module):
         self.scale = width**-0.5
 
     def input_weight(self) -> Tensor:
-        """[N, 2H]: what reads the layer's input, queries first."""
+        """[N, 2H]: the projections of the layer's input, queries first"""
         return torch.cat([self.q_proj.weight, self.k_proj.weight, self.v_proj.weight])
 
     def cast(self, dtype: torch.dtype) -> dict[str, Weight]:
@@ -103,7 +103,7 @@ class LlamaAttention(nn.Module):
 class MlaAttention(nn.Module):
     """DeepSeek's latent attention: low-rank queries and keys, one rotary key part for all heads."""
 
-    pairs = True  # rotary turns neighbours together
+    pairs = True  # rotary embedding rotates neighbouring dimensions together
 
     def __init__(self, config: DraftConfig):
         super().__init__()
@@ -129,7 +129,7 @@ class MlaAttention(nn.Module):
         self.scale = width**-0.5 * mscale**2
 
     def input_weight(self) -> Tensor:
-        """[N, 2H]: what reads the layer's input, queries first."""
+        """[N, 2H]: the projections of the layer's input, queries first"""
         query = self.q_a_proj if hasattr(self, "q_a_proj") else self.q_proj
         return torch.cat([query.weight, self.kv_a_proj_with_mqa.weight])
 
@@ -141,16 +141,16 @@ class MlaAttention(nn.Module):
         """x [n, Nq] -> [n, h, d]"""
         if "q_b_proj" in weights:
             x = weights["q_b_proj"](self.q_a_layernorm(x))
-        plain, turned = x.unflatten(1, (self.heads, -1)).split([self.nope, self.rotary_width], -1)
-        return torch.cat([plain, rotate(turned, cos, sin, self.pairs)], -1)
+        plain, rotary = x.unflatten(1, (self.heads, -1)).split([self.nope, self.rotary_width], -1)
+        return torch.cat([plain, rotate(rotary, cos, sin, self.pairs)], -1)
 
     def keys_values(self, x: Tensor, cos: Tensor, sin: Tensor, weights: dict[str, Weight]) -> tuple[Tensor, Tensor]:
         """x [n, Nkv] -> [n, h, d], [n, h, dv]"""
-        latent, turned = x.split([self.latent, self.rotary_width], 1)
+        latent, rotary = x.split([self.latent, self.rotary_width], 1)
         raised = weights["kv_b_proj"](self.kv_a_layernorm(latent.contiguous())).unflatten(1, (self.heads, -1))
         plain, values = raised.split([self.nope, self.value_width], -1)
-        turned = rotate(turned.unsqueeze(1), cos, sin, self.pairs).expand(-1, self.heads, -1)
-        return torch.cat([plain, turned], -1), values
+        rotary = rotate(rotary.unsqueeze(1), cos, sin, self.pairs).expand(-1, self.heads, -1)
+        return torch.cat([plain, rotary], -1), values
 
 
 class MLP(nn.Module):
@@ -172,7 +172,7 @@ class MidLayer(nn.Module):
 
 
 class Draft(nn.Module):
-    """An EAGLE-3 draft. `embedding` [V, H] is the target's: it keeps its dtype, and is frozen until told otherwise."""
+    """An EAGLE-3 draft. `embedding` [V, H] is the target's: frozen, in its own dtype."""
 
     def __init__(self, config: DraftConfig, embedding: Tensor):
         super().__init__()
@@ -195,23 +195,25 @@ class Draft(nn.Module):
 
     @torch.no_grad()
     def initialise(self, head_rows: Tensor | None, seed: int, std: float = 0.02) -> None:
-        """Fresh weights: head rows [D, H] of the target where given, the rest random from `seed`, norms one."""
+        """Initial weights: `head_rows` [D, H] of the target's head where given, norms 1, the rest random from `seed`.
+
+        fc passes the highest aux state on, the nearest to what the head expects, plus a little noise.
+        """
         generator = torch.Generator().manual_seed(seed)
         for name, parameter in self.named_parameters():
             if name == "embed_tokens.weight":
                 continue
             if parameter.dim() == 1:
                 parameter.fill_(1.0)
-            else:  # drawn on the CPU, so that the seed means the same on every device
+            else:  # drawn on the CPU, so that a seed gives the same weights on every device
                 parameter.copy_(torch.randn(parameter.shape, generator=generator) * std)
-        # The draft starts from the highest aux state, the nearest to what the head expects.
         hidden = self.config.hidden_size
         self.fc.weight.mul_(0.1)[:, -hidden:].add_(torch.eye(hidden, device=self.fc.weight.device))
         if head_rows is not None:
             self.lm_head.weight.copy_(head_rows)
 
     def cast(self, dtype: torch.dtype) -> dict[str, Weight]:
-        """Every matrix in the type that computes, once a forward; those that read the same rows are joined."""
+        """Every matrix cast to `dtype`, once a forward; matrices with the same input are joined."""
         layer, hidden = self.midlayer, self.config.hidden_size
         inputs, columns = layer.self_attn.input_weight(), layer.self_attn.query_columns
         matrices = {
@@ -239,9 +241,9 @@ class Draft(nn.Module):
         return weights["fc"](aux_hidden)
 
     def after_attention(self, heads: Tensor, residual: Tensor, weights: dict[str, Weight]) -> tuple[Tensor, Tensor]:
-        """heads [n, h, dv], residual [n, H] -> (what the next step reads, what the head reads), both [n, H]"""
+        """heads [n, h, dv], residual [n, H] -> (input of the next step, input of the head), both [n, H]"""
         state = weights["o_proj"](heads.flatten(1), residual)
-        normed, state = self.midlayer.post_attention_layernorm.beside(state)
-        inner = swiglu(*both(normed, weights["gate_proj"], weights["up_proj"]))
-        normed, state = self.norm.beside(weights["down_proj"](inner, state))
+        normed, state = self.midlayer.post_attention_layernorm.normed_and_input(state)
+        inner = swiglu(*two_linears(normed, weights["gate_proj"], weights["up_proj"]))
+        normed, state = self.norm.normed_and_input(weights["down_proj"](inner, state))
         return normed if self.config.norm_output else state, normed

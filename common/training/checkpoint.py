@@ -1,6 +1,6 @@
-"""Training state: everything that an exact resume needs, as plain tensors and JSON, published by one rename.
+"""Checkpoints: everything that an exact resume needs, as plain tensors and JSON, published by one rename.
 
-checkpoints/step-00000200/  model.safetensors  optimizer.safetensors  state.json (step, data position, best, ...)
+checkpoints/step-00000200/  model.safetensors  optimizer.safetensors  state.json (step, tokens, best step, ...)
 """
 
 import shutil
@@ -13,73 +13,78 @@ from torch import nn
 from common.pipeline.errors import UserError
 from common.pipeline.files import atomic_folder, read_json, sha256, write_json
 from common.training.optimizer import Optimizers
-from common.training.ranks import like, whole
+from common.training.ranks import full_tensor, shard_like
 
 PREFIX = "step-"
 KEEP_CHECKPOINTS = 2  # the last ones; the best is kept beside them
 
 
 def save_checkpoint(folder: Path, module: nn.Module, optimizer: Optimizers, state: dict, first: bool = True) -> Path:
-    """Write a checkpoint under a temporary name, sync it, rename the complete folder.
+    """Write a checkpoint atomically; returns its path.
 
-    Every rank calls it, since shared-out tensors are put together for the file; the `first` one writes.
+    Every rank calls it, since sharded tensors are gathered for the files; only the `first` one writes.
     """
-    names = {id(p): name for name, p in module.named_parameters() if p.requires_grad}
+    trained = {name: p for name, p in module.named_parameters() if p.requires_grad}
+    names = {id(p): name for name, p in trained.items()}
     moments = {
         f"{names[id(p)]}/{key}": torch.as_tensor(value)
-        for part in optimizer.parts
-        for p, values in part.state.items()
+        for inner in optimizer.optimizers
+        for p, values in inner.state.items()
         for key, value in values.items()
     }
-    trained = {name: p for name, p in module.named_parameters() if p.requires_grad}
     tensors, moments = _on_cpu(trained, first), _on_cpu(moments, first)
-    final = folder / f"{PREFIX}{state['step']:08d}"
+    path = folder / f"{PREFIX}{state['step']:08d}"
     if first:
-        with atomic_folder(final) as temporary:
+        with atomic_folder(path) as temporary:
             save_file(tensors, temporary / "model.safetensors")
             save_file(moments, temporary / "optimizer.safetensors")
             hashes = {f: sha256(temporary / f) for f in ("model.safetensors", "optimizer.safetensors")}
             write_json(temporary / "state.json", state | {"sha256": hashes, "parameters": list(trained)})
-    return final
+    return path
 
 
 def _on_cpu(tensors: dict[str, torch.Tensor], keep: bool) -> dict[str, torch.Tensor]:
-    """Whole tensors on the CPU; put together one at a time, and dropped by ranks that do not write them."""
-    found = {}
-    for name in sorted(tensors):  # in the same order on every rank
-        tensor = whole(tensors[name].detach())
+    """Full tensors on the CPU, gathered one at a time in the same order on every rank; empty unless `keep`."""
+    gathered = {}
+    for name in sorted(tensors):
+        tensor = full_tensor(tensors[name].detach())
         if keep:
-            found[name] = tensor.cpu().contiguous()
-    return found
+            gathered[name] = tensor.cpu().contiguous()
+    return gathered
 
 
 def load_checkpoint(path: Path, module: nn.Module, optimizer: Optimizers | None) -> dict:
-    """Put a checkpoint's tensors into `module` and `optimizer`; returns its state. Raises UserError when damaged."""
+    """Load a checkpoint's tensors into `module` and `optimizer`; returns its state.
+
+    Raises UserError for damaged files, and for a checkpoint whose tensors do not fit `module`.
+    """
     state = read_json(path / "state.json")
     for name, wanted in state["sha256"].items():
         if not (path / name).is_file() or sha256(path / name) != wanted:
-            raise UserError(f"{path / name} is damaged or missing; delete {path} to go on from the one before")
+            raise UserError(
+                f"{path / name} is damaged or missing; delete {path} to resume from the checkpoint before it"
+            )
     tensors = load_file(path / "model.safetensors")
     parameters = {name: p for name, p in module.named_parameters() if p.requires_grad}
     stored, wanted = ({name: tuple(t.shape) for name, t in side.items()} for side in (tensors, parameters))
     if stored != wanted:
-        odd = sorted(name for name in stored.keys() | wanted.keys() if stored.get(name) != wanted.get(name))
-        raise UserError(f"{path} is of another draft: {', '.join(odd[:4])} differ")
+        differing = sorted(name for name in stored.keys() | wanted.keys() if stored.get(name) != wanted.get(name))
+        raise UserError(f"{path} does not match this draft: the shapes of {', '.join(differing[:4])} differ")
     with torch.no_grad():
         for name, parameter in parameters.items():
-            parameter.copy_(like(tensors[name], parameter))
+            parameter.copy_(shard_like(tensors[name], parameter))
     if optimizer is not None:
         moments: dict[str, dict] = {}
         for key, value in load_file(path / "optimizer.safetensors").items():
             name, _, kind = key.rpartition("/")
             moments.setdefault(name, {})[kind] = value
         names = {id(p): name for name, p in parameters.items()}
-        for part in optimizer.parts:
-            for p in (p for group in part.param_groups for p in group["params"]):
-                found = moments.get(names[id(p)], {})
-                # the fused AdamW wants the step's number as a plain tensor beside the parameter
-                steps = {"step": found.pop("step").to(p.device)} if "step" in found else {}
-                part.state[p] = steps | {kind: like(value, p) for kind, value in found.items()}
+        for inner in optimizer.optimizers:
+            for p in (p for group in inner.param_groups for p in group["params"]):
+                values = moments.get(names[id(p)], {})
+                # Fused AdamW needs the number of steps as a plain tensor on the parameter's device.
+                steps = {"step": values.pop("step").to(p.device)} if "step" in values else {}
+                inner.state[p] = steps | {kind: shard_like(value, p) for kind, value in values.items()}
     return state
 
 
@@ -88,8 +93,8 @@ def checkpoints(folder: Path) -> list[Path]:
     return sorted(p for p in folder.glob(f"{PREFIX}*") if (p / "state.json").is_file())
 
 
-def prune(folder: Path, keep: Path | None) -> None:
-    """Delete all but the last KEEP_CHECKPOINTS checkpoints and `keep`."""
+def prune(folder: Path, best: Path) -> None:
+    """Delete all checkpoints but the last KEEP_CHECKPOINTS and the best."""
     for path in checkpoints(folder)[:-KEEP_CHECKPOINTS]:
-        if path != keep:
+        if path != best:
             shutil.rmtree(path)

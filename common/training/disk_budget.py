@@ -153,11 +153,11 @@ class Follower:
                 f"round {done}: put the newer checkpoint back, or start over with 02 --window --fresh"
             )
         self.release(step)
-        if self.ranks.first and any(map(self.packs.missing, held_out.plan)):
+        if self.ranks.first and any(map(self.packs.missing, held_out.schedule)):
             say("  waiting for 02 --window to write the held-out shards")
-        while any(map(self.packs.missing, held_out.plan)):
+        while any(map(self.packs.missing, held_out.schedule)):
             time.sleep(POLL_S)
-        held_out.plan = [kept for rows in held_out.plan if (kept := self.packs.with_states(rows))]
+        held_out.schedule = [kept for rows in held_out.schedule if (kept := self.packs.with_states(rows))]
 
     def ready(self, wanted: Iterator[list[list[int]]], stop: StopSignal) -> Iterator[list[list[int]]]:
         """The rows of each step's packs, once all ranks' shards are there; ends early when a stop is asked for.

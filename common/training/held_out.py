@@ -11,89 +11,107 @@ from common.draft.unrolled_step import UnrolledStep
 from common.target.protocol import Protocol
 from common.target.sample_view import token_sections
 from common.training.acceptance import Bigram, ReplySteps, accepted_rows, measure
-from common.training.ranks import Ranks, gathered
+from common.training.ranks import Ranks, unsharded
 
 DRAFT_COST = 0.05  # time of a draft step relative to one forward of the target
 
 
 @dataclass
 class HeldOut:
-    """Held-out packs, read from the mapped shards at each evaluation: of a large run, they would not fit in memory."""
+    """Held-out packs, read from the shards at each evaluation, since those of a large run would not fit in memory."""
 
     packs: Packs
-    plan: list[list[int]]
-    opening_id: int | None
-    closing_id: int | None
+    schedule: list[list[int]]  # the index rows of each pack
+    think_open: int | None  # token ids
+    think_close: int | None
 
     @classmethod
-    def of(cls, packs: Packs, opening_id: int | None, closing_id: int | None) -> "HeldOut":
-        return cls(packs, packs.plan(HELD_OUT, None), opening_id, closing_id)
+    def of(cls, packs: Packs, think_open: int | None, think_close: int | None) -> "HeldOut":
+        return cls(packs, packs.plan(HELD_OUT, None), think_open, think_close)
 
     def replies(self, pack: Pack, right: Tensor, positions: Tensor) -> list[ReplySteps]:
-        """right [K, P] of a pack, cut into its documents' runs."""
+        """right [K, P] of a pack, split into runs of neighbouring positions of one document."""
         document = torch.searchsorted(pack.offsets[1:], positions, right=True)
         breaks = torch.nonzero((positions.diff() != 1) | (document.diff() != 0)).flatten() + 1
         spans = torch.tensor_split(torch.arange(len(positions)), breaks.tolist())
         return [ReplySteps(right[:, span], self._closing(pack, positions[span])) for span in spans if len(span)]
 
     def _closing(self, pack: Pack, positions: Tensor) -> int:
-        """The row that proposes the closing token; without one, all rows are reasoning where it was opened."""
-        at = torch.nonzero(pack.input_ids[positions + 2] == self.closing_id).flatten() if self.closing_id else []
-        if len(at):
-            return int(at[0])
+        """The row that proposes the closing token. Without such a row: all rows are reasoning if it was opened."""
+        rows = torch.nonzero(pack.input_ids[positions + 2] == self.think_close).flatten() if self.think_close else []
+        if len(rows):
+            return int(rows[0])
         border = pack.input_ids[positions[0] : positions[0] + 2].tolist()
-        return len(positions) if self.opening_id in border else -1
+        return len(positions) if self.think_open in border else -1
 
 
 @torch.no_grad()
 def evaluate(step: UnrolledStep, held_out: HeldOut, ranks: Ranks, steps: int) -> tuple[dict, list[list[ReplySteps]]]:
-    """(an `eval` metrics line, the steps of each pack's replies): walk and per-position acceptance on held-out data.
+    """(facts of an `eval` metrics line, the replies of each pack): acceptance on held-out data, walk and per position.
 
-    `steps`: draft steps that are unrolled, whatever the number in training; the loss is that of the trained ones.
-    The packs are shared out to the ranks.
+    `steps`: draft steps to unroll, which may be more or fewer than in training; the loss covers the steps of both.
+    Each rank evaluates its share of the packs.
     """
     replies, outside, agreed = [], 0, torch.zeros(steps, dtype=torch.int64)
     sums, counts = torch.zeros(steps, dtype=torch.float64), torch.zeros(steps, dtype=torch.int64)
-    known = step.known.cpu()
-    trained, step.steps = step.steps, steps
-    try:
-        with gathered(step):
-            for pack in held_out.packs.ahead(ranks.share(held_out.plan)):
-                result = step(pack.to(ranks.device))
-                sums, counts = sums + result.loss_sums.double().cpu(), counts + result.counts.cpu()
-                positions = result.positions.cpu()
-                outside += int((~known[pack.input_ids[positions + 2]]).sum())
-                agreed += result.right_argmax.long().cumprod(0).sum(1).cumsum(0).cpu()
-                replies.append(held_out.replies(pack, result.right_token.cpu(), positions))
-    finally:
-        step.steps = trained
+    in_draft_vocab = step.in_draft_vocab.cpu()
+    with unsharded(step):
+        for pack in held_out.packs.ahead(ranks.share(held_out.schedule)):
+            result = step(pack.to(ranks.device), steps=steps)
+            sums, counts = sums + result.loss_sums.double().cpu(), counts + result.counts.cpu()
+            positions = pack.loss_positions.positions
+            outside += int((~in_draft_vocab[pack.input_ids[positions + 2]]).sum())
+            agreed += result.right_argmax.long().cumprod(0).sum(1).cumsum(0).cpu()
+            replies.append(held_out.replies(pack, result.right_token.cpu(), positions))
     replies, sums = ranks.collect(replies), ranks.sum(sums)
     counts, agreed, outside = (ranks.sum(x) for x in (counts, agreed, torch.tensor(outside)))
-    weights = step.loss_weights(min(trained, steps))
+    weights = step.loss_weights(min(step.steps, steps))
     facts = measure([reply for pack_replies in replies for reply in pack_replies])
     facts["loss"] = float((weights * (sums / counts.clamp_min(1))[: len(weights)]).sum())
-    # against the target's own first choice, which greedy replies consist of; sampled ones also hold other tokens
-    totals = zip(facts["walk"], agreed.tolist(), strict=False)  # no walk without replies
+    # Against the target's first choice: greedy replies consist of it, sampled replies also hold other tokens.
+    totals = zip(facts["walk"], agreed.tolist(), strict=False)  # without replies there is no walk
     facts["per_position_argmax"] = {k: 1 + total / max(int(counts[0]), 1) for k, total in totals}
     facts["speed_up"] = speed_ups(facts["walk"])
     facts["outside_vocab"] = int(outside) / max(int(counts[0]), 1)
     return facts, replies
 
 
-def speed_ups(walk: dict[str, dict], draft_cost: float = DRAFT_COST) -> dict[str, float | None]:
-    """Tokens a second with a draft over without one, for each k.
+def speed_ups(walk: dict[int, dict], draft_cost: float = DRAFT_COST) -> dict[int, float | None]:
+    """Tokens a second with a draft relative to without one, for each k; None where nothing was measured.
 
-    A round is k steps of the draft and one forward of the target, which takes as long for k + 1 tokens as for one:
-    true while the target's time goes into reading its weights, so for small batches.
+    Assumes that the target takes as long for k + 1 tokens as for one, which holds for small batches, where its time
+    goes into reading weights: k steps of the draft and one forward of the target give `length` tokens.
     """
-    return {k: counts["length"] / (1 + int(k) * draft_cost) if counts["length"] else None for k, counts in walk.items()}
+    return {k: counts["length"] / (1 + k * draft_cost) if counts["length"] else None for k, counts in walk.items()}
+
+
+def acceptance_rows(figures: dict, baselines: dict, k: int, step: int) -> list[tuple[str, str]]:
+    """The summary of an evaluation; a dash where nothing is held out."""
+    walk = {n: counts for n, counts in figures["walk"].items() if counts["length"]}
+    main = walk.get(k, {"length": None, "drafts": 0, "accepted": []})
+    floors = {name: facts["walk"].get(k, {}).get("length") for name, facts in baselines.items()}
+    every, agreed = (figures[name].get(k) if walk else None for name in ("per_position", "per_position_argmax"))
+    speeds = "  ".join(f"{n}: {figures['speed_up'][n]:.2f}x" for n in walk) or "-"
+    return [
+        (f"acceptance length, k={k}", f"{_shown(main['length'])} at step {step}, on held-out replies"),
+        ("untrained draft", _shown(floors.get("untrained"))),
+        ("bigram floor", _shown(floors.get("bigram"))),
+        ("k = 1..", "  ".join(f"{n}: {counts['length']:.3f}" for n, counts in walk.items()) or "-"),
+        ("per position", f"{_shown(every)}, {_shown(agreed)} against the target's first choice"),
+        ("accepted by position", "  ".join(f"{n / main['drafts']:.0%}" for n in main["accepted"]) or "-"),
+        ("estimated speed-up", f"{speeds}  (a draft step costs {DRAFT_COST:g} of a forward)"),
+    ]
+
+
+def _shown(length: float | None) -> str:
+    return "-" if length is None else f"{length:.3f}"
 
 
 def bigram_floor(packs: Packs, held_out: HeldOut, vocab_size: int, steps: int) -> dict:
     """The held-out acceptance of a bigram table built from the same training tokens."""
     bigram = Bigram(vocab_size, packs.token_pairs(TRAIN))
     replies = []
-    for pack in held_out.packs.ahead(held_out.plan):
+    for pack in held_out.packs.ahead(held_out.schedule):
         positions = pack.loss_positions.positions
         ends = pack.offsets[1:][torch.searchsorted(pack.offsets[1:], positions, right=True)]
         right = bigram.steps(pack.input_ids, 0, len(pack.input_ids), steps)[:, positions]
@@ -105,9 +123,10 @@ def bigram_floor(packs: Packs, held_out: HeldOut, vocab_size: int, steps: int) -
 def sample_views(
     held_out: HeldOut, replies: list[list[ReplySteps]], protocol: Protocol, k: int, count: int
 ) -> list[dict]:
-    """The first `count` held-out samples for the report: each token's text, part, mask, and whether a draft gave it."""
+    """The first `count` held-out samples for the report: of each token the text, the part of the chat that it belongs
+    to, the mask, and whether a walk with `k` accepts it as a draft token."""
     views = []
-    for rows, pack_replies in zip(held_out.plan, replies, strict=True):
+    for rows, pack_replies in zip(held_out.schedule, replies, strict=True):
         pack = held_out.packs.load(rows)
         positions = pack.loss_positions.positions
         for number, reply in enumerate(pack_replies):
@@ -118,12 +137,11 @@ def sample_views(
             start, stop = pack.offsets[document : document + 2].tolist()
             accepted = {first + 2 + row: hit for row, hit in enumerate(accepted_rows(reply.right, k))}
             ids, mask = pack.input_ids[start:stop].tolist(), pack.loss_mask[start:stop].int().tolist()
+            sections = token_sections(ids, mask, protocol)
             tokens = [
                 {"text": protocol.decode([id]), "id": id, "mask": m, "part": part}
-                | {"accepted": int(accepted.get(at, 0)) if m else None}  # nobody drafts what the prompt says
-                for at, id, m, part in zip(
-                    range(start, stop), ids, mask, token_sections(ids, mask, protocol), strict=True
-                )
+                | {"accepted": int(accepted.get(at, 0)) if m else None}  # prompt tokens are not drafted
+                for at, id, m, part in zip(range(start, stop), ids, mask, sections, strict=True)
             ]
             views.append({"id": pack.ids[document], "tokens": tokens})
     return views

@@ -1,4 +1,4 @@
-"""Where a run is watched: TensorBoard and Weights & Biases if asked for, and other runs beside it in the report."""
+"""Trackers that receive the metrics too (TensorBoard, Weights & Biases), and the metrics of other runs to compare."""
 
 import hashlib
 from pathlib import Path
@@ -8,14 +8,14 @@ from common.pipeline.jsonl import read_jsonl
 
 
 class Loggers:
-    """Sends metrics lines to the services that are asked for; each is imported here and nowhere else."""
+    """Sends metrics lines to the trackers in `track`; only this class imports them."""
 
     def __init__(self, folder: Path, track: tuple[str, ...], step: int, facts: dict):
         self.writer = _tensorboard(folder / "tensorboard", step) if "tensorboard" in track else None
         self.wandb = _wandb(folder, facts) if "wandb" in track else None
 
     def log(self, line: dict) -> None:
-        """One metrics line: its numbers, nested names joined by "/"."""
+        """Send the numbers of one metrics line, nested names joined by "/"."""
         values = {f"{line['kind']}/{name}": value for name, value in _numbers(line) if name != "step"}
         if self.writer:
             for name, value in values.items():
@@ -54,19 +54,19 @@ def _wandb(folder: Path, facts: dict):
         import wandb
     except ImportError as error:
         raise UserError(f"train.track: wandb is not installed ({error}); pip install wandb") from None
-    # the same folder is the same run there, so that a resumed run goes on in its curves
+    # One id per folder, so that a resumed run continues its curves.
     id = hashlib.sha256(str(folder.resolve()).encode()).hexdigest()[:12]
     name = folder.resolve().parent.name
     return wandb.init(project="kimi-eagle3", name=name, id=id, resume="allow", dir=str(folder), config=facts)
 
 
 def other_runs(folders: tuple[str, ...], stage: str) -> dict[str, list[dict]]:
-    """The metrics of other runs by the name of their folder; raises UserError for a folder that has none."""
-    found = {}
+    """The metrics of other runs by the name of their folder; raises UserError for a folder without metrics."""
+    runs = {}
     for folder in map(Path, folders):
         path = folder / stage / "metrics.jsonl"
         if not path.is_file():
-            raise UserError(f"train.compare: {folder} holds no {stage}/metrics.jsonl; name run folders")
+            raise UserError(f"train.compare: {folder} has no {stage}/metrics.jsonl; give folders of runs")
         name = folder.resolve().name
-        found[name if name not in found else str(folder)] = list(read_jsonl(path))
-    return found
+        runs[name if name not in runs else str(folder)] = list(read_jsonl(path))
+    return runs

@@ -1,4 +1,4 @@
-"""What the training loop calls: the draft's sizes, optimizer, schedule, packs in order, stop signals."""
+"""The optimizer, its learning rate, and checks of the settings of training."""
 
 import math
 
@@ -11,11 +11,8 @@ from common.pipeline.settings import Train
 from common.training.ranks import Ranks
 
 GRAD_CLIP = 1.0  # highest gradient norm
-WARMUP_SHARE = 0.05  # of the steps, with a rising learning rate
+WARMUP_SHARE = 0.05  # share of the steps with a rising learning rate
 DTYPES = {"bf16": torch.bfloat16, "fp32": torch.float32}
-
-
-# ---- settings, draft, optimizer, schedule ----
 
 
 def check_settings(s: Train, ranks: Ranks) -> None:
@@ -37,20 +34,20 @@ def check_pack_tokens(index: Index, pack_tokens: int) -> None:
 class Optimizers:
     """Several optimizers that step as one; each has its own parameters and keeps their state."""
 
-    def __init__(self, *parts: torch.optim.Optimizer):
-        self.parts = parts
+    def __init__(self, *optimizers: torch.optim.Optimizer):
+        self.optimizers = optimizers
 
     @property
     def param_groups(self) -> list[dict]:
-        return [group for part in self.parts for group in part.param_groups]
+        return [group for inner in self.optimizers for group in inner.param_groups]
 
     def step(self) -> None:
-        for part in self.parts:
-            part.step()
+        for inner in self.optimizers:
+            inner.step()
 
     def zero_grad(self, set_to_none: bool = True) -> None:
-        for part in self.parts:
-            part.zero_grad(set_to_none=set_to_none)
+        for inner in self.optimizers:
+            inner.zero_grad(set_to_none=set_to_none)
 
 
 def make_optimizer(module: nn.Module, settings: Train) -> Optimizers:
@@ -63,11 +60,13 @@ def make_optimizer(module: nn.Module, settings: Train) -> Optimizers:
     matrices = inner if settings.optimizer == "muon" else set()
     rest = [p for name, p in trained.items() if name not in matrices]
     groups = [{"params": [p for p in rest if p.ndim > 1]}, {"params": [p for p in rest if p.ndim <= 1]}]
-    parts = [torch.optim.AdamW(groups, lr=settings.learning_rate, betas=(0.9, 0.95), weight_decay=0.0, fused=True)]
+    optimizers = [torch.optim.AdamW(groups, lr=settings.learning_rate, betas=(0.9, 0.95), weight_decay=0.0, fused=True)]
     if matrices:
         muon = {"lr": settings.learning_rate, "weight_decay": 0.0}
-        parts.append(torch.optim.Muon([trained[n] for n in sorted(matrices)], **muon, adjust_lr_fn="match_rms_adamw"))
-    return Optimizers(*parts)
+        optimizers.append(
+            torch.optim.Muon([trained[n] for n in sorted(matrices)], **muon, adjust_lr_fn="match_rms_adamw")
+        )
+    return Optimizers(*optimizers)
 
 
 def learning_rate(step: int, total: int, settings: Train) -> float:

@@ -1,7 +1,7 @@
-"""One run on several ranks: who is who, DDP or FSDP2 around the unrolled step, whole tensors for files.
+"""One run on several ranks: this process's rank, DDP or FSDP2 around the unrolled step, unsharded tensors for files.
 
-DDP keeps everything on every rank. FSDP2 shares out the trained float32 weights, their gradients and the optimizer's
-state; the frozen embedding and the target's head are read by every step and stay whole.
+DDP keeps everything on every rank. FSDP2 shards the trained float32 weights, their gradients and the optimizer's
+state; every step reads the frozen embedding and the target's head, so each rank keeps them unsharded.
 """
 
 import inspect
@@ -17,7 +17,7 @@ from torch import Tensor, nn
 
 @dataclass(frozen=True)
 class Ranks:
-    """This process among those that torchrun started; one of one without it."""
+    """This process among those that torchrun started; rank 0 of 1 without torchrun."""
 
     rank: int
     world: int
@@ -28,7 +28,7 @@ class Ranks:
         return self.rank == 0
 
     def wait(self) -> None:
-        """Until every rank is here."""
+        """Block until every rank has called this."""
         if self.world > 1:
             dist.barrier()
 
@@ -41,20 +41,20 @@ class Ranks:
         return values.cpu()
 
     def share(self, items: list) -> list:
-        """This rank's part of a list: every world-th entry. `collect` undoes it."""
+        """Every world-th entry of a list, starting at this rank. `collect` undoes it."""
         return items[self.rank :: self.world]
 
-    def collect(self, found: list) -> list:
-        """What all ranks found for their shares, in the order of the whole list (small Python objects)."""
+    def collect(self, results: list) -> list:
+        """The results of all ranks for their shares, in the order of the shared list (small Python objects)."""
         if self.world == 1:
-            return found
-        parts: list = [None] * self.world
-        dist.all_gather_object(parts, found)
-        return [parts[i % self.world][i // self.world] for i in range(sum(map(len, parts)))]
+            return results
+        by_rank: list = [None] * self.world
+        dist.all_gather_object(by_rank, results)
+        return [by_rank[i % self.world][i // self.world] for i in range(sum(map(len, by_rank)))]
 
 
 def start_ranks(device: str) -> Ranks:
-    """Join torchrun's process group where there is one; nccl on GPUs, gloo on CPUs."""
+    """Join torchrun's process group if there is one; nccl on GPUs, gloo on CPUs."""
     device = ("cuda" if torch.cuda.is_available() else "cpu") if device == "auto" else device
     if "RANK" not in os.environ:
         return Ranks(0, 1, device)
@@ -65,12 +65,12 @@ def start_ranks(device: str) -> Ranks:
     return Ranks(dist.get_rank(), dist.get_world_size(), device)
 
 
-def in_parallel(module: nn.Module, kind: str, ranks: Ranks) -> nn.Module:
-    """`module` as all ranks train it together; `kind`: "ddp" or "fsdp". Gradients are means over the ranks."""
+def wrap_for_ranks(module: nn.Module, kind: str, ranks: Ranks) -> nn.Module:
+    """`module` wrapped by DDP or FSDP2 (`kind`: "ddp" or "fsdp"). Gradients are means over the ranks."""
     if ranks.world == 1:
         return module
     if kind == "ddp":
-        # The buffers are the target's head and its like: large and constant, not to be sent at every forward.
+        # The buffers (the target's head and norm) are large and constant: do not send them at every forward.
         ddp = nn.parallel.DistributedDataParallel
         renamed = "forward_sync_buffers" in inspect.signature(ddp).parameters  # since torch 2.13
         return ddp(module, **{"forward_sync_buffers" if renamed else "broadcast_buffers": False})
@@ -79,18 +79,18 @@ def in_parallel(module: nn.Module, kind: str, ranks: Ranks) -> nn.Module:
 
     frozen = {p for p in module.parameters() if not p.requires_grad}
     mesh = init_device_mesh(torch.device(ranks.device).type, (ranks.world,))
-    # One unit, gathered until its backward is over: every unrolled step reads every weight.
+    # One unit that stays unsharded until its backward has run: every unrolled step reads every weight.
     return fully_shard(module, mesh=mesh, reshard_after_forward=False, ignored_params=frozen)
 
 
 def is_sharded(module: nn.Module) -> bool:
-    """Whether FSDP2 shares out this module's weights."""
+    """Whether FSDP2 shards this module's weights."""
     return hasattr(module, "set_requires_gradient_sync")
 
 
 @contextmanager
-def gradients(module: nn.Module, last: bool):
-    """Around forward and backward of one of several packs: ranks exchange gradients at the last one only."""
+def gradient_sync(module: nn.Module, last: bool):
+    """Around forward and backward of each pack of a step: ranks exchange gradients at the last pack only."""
     if last or (not isinstance(module, nn.parallel.DistributedDataParallel) and not is_sharded(module)):
         yield
     elif is_sharded(module):
@@ -105,8 +105,8 @@ def gradients(module: nn.Module, last: bool):
 
 
 @contextmanager
-def gathered(module: nn.Module):
-    """Around forwards without backward, however many each rank has: the weights are put together once."""
+def unsharded(module: nn.Module):
+    """Around forwards without backward, of which ranks may have different numbers: weights are gathered once."""
     if not is_sharded(module):
         yield
         return
@@ -117,13 +117,14 @@ def gathered(module: nn.Module):
         module.reshard()
 
 
-def whole(tensor: Tensor) -> Tensor:
-    """A tensor with the parts of all ranks: every rank has to ask for it."""
+def full_tensor(tensor: Tensor) -> Tensor:
+    """A sharded tensor gathered from all ranks, every one of which must call this; any other tensor as it is."""
     return tensor.full_tensor() if hasattr(tensor, "full_tensor") else tensor
 
 
-def like(tensor: Tensor, parameter: Tensor) -> Tensor:
-    """A whole tensor in the device, type and share of `parameter`; every rank has the same one, so nothing is sent."""
+def shard_like(tensor: Tensor, parameter: Tensor) -> Tensor:
+    """Convert a full tensor to `parameter`'s device, dtype and sharding. All ranks hold the same full tensor, so no
+    communication is needed."""
     tensor = tensor.to(parameter.device, parameter.dtype)
     if not hasattr(parameter, "full_tensor"):
         return tensor
@@ -133,7 +134,7 @@ def like(tensor: Tensor, parameter: Tensor) -> Tensor:
 
 
 class StopSignal:
-    """SIGTERM and the first Ctrl-C ask the loop to checkpoint and stop; a second Ctrl-C stops at once."""
+    """SIGTERM and the first Ctrl-C make the loop checkpoint and stop; a second Ctrl-C stops at once."""
 
     def __init__(self, ranks: Ranks):
         self.asked_here, self.ranks = False, ranks
@@ -145,7 +146,7 @@ class StopSignal:
         signal.signal(signal.SIGINT, signal.default_int_handler)
 
     def asked(self) -> bool:
-        """Whether any rank was asked, the same answer on every rank."""
+        """Whether any rank received the signal; the same answer on every rank."""
         if self.ranks.world == 1:
             return self.asked_here
         return bool(self.ranks.sum(torch.tensor([int(self.asked_here)])))

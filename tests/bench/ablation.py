@@ -3,8 +3,8 @@
     python tests/bench/ablation.py                     on the demo's data (`make demo` first); minutes a row
     python tests/bench/ablation.py --epochs 2 --only base AdamW
 
-Stage 04 runs on the data set of runs/demo with the demo's settings, each row in runs/demo-ablation/EPOCHS-ROW. The
-difference between two seeds of the base is what chance makes. A row that was trained before is read, not trained again.
+Stage 04 runs on the data set of runs/demo with the demo's settings, each row in runs/demo-ablation/EPOCHS-ROW. Two
+seeds of the base say how much of a difference is chance. Rows that are there already are only read.
 The last line is for scripts: base= best= best_row= spread=
 """
 
@@ -14,9 +14,9 @@ import subprocess
 import sys
 from pathlib import Path
 
-import repository
-
-from common.pipeline.manifest import Manifest
+ROOT = Path(__file__).resolve().parents[2]
+sys.path.insert(0, str(ROOT))
+from common.pipeline.manifest import Manifest  # noqa: E402
 
 SOURCE, FOLDER, K = Path("runs/demo"), Path("runs/demo-ablation"), "3"
 ROWS: dict[str, tuple[object, ...]] = {
@@ -33,8 +33,8 @@ ROWS: dict[str, tuple[object, ...]] = {
 
 
 def train(name: str, flags: tuple[object, ...], epochs: float) -> dict:
-    """The counts in the row's manifest; stage 04 runs if it has not finished this row yet."""
-    folder = FOLDER / f"{epochs:g}-{name.replace(', ', '-').replace(' ', '-')}"
+    """Counts of the row's manifest; stage 04 runs where they are not there yet."""
+    folder = FOLDER / f"{epochs:g}-{name.replace(', ', '-').replace(' ', '-')}"  # other epochs are other rows
     folder.mkdir(parents=True, exist_ok=True)
     for stage in ("02_hidden", "03_dataset"):
         if not (folder / stage).exists():
@@ -53,17 +53,17 @@ def main() -> None:
     parser.add_argument("--epochs", type=float, default=3.0, help="passes over the training split (default 3)")
     parser.add_argument("--only", nargs="+", choices=ROWS, metavar="ROW", help=f"of: {', '.join(ROWS)}")
     args = parser.parse_args()
-    os.chdir(repository.ROOT)
+    os.chdir(ROOT)
     if not (SOURCE / "03_dataset" / "manifest.json").exists():
         sys.exit(f"{SOURCE} has no data set; run `make demo` first")
     walks = {}
-    print(f"{'row':<34}{'walk':>8}{'per position':>14}{'tokens':>10}{'seconds':>9}")
+    print(f"{'row':<28}{'walk':>8}{'per position':>14}{'tokens':>10}{'seconds':>9}")
     for name in args.only or ROWS:
         counts = train(name, ROWS[name], args.epochs)
         figures = counts["acceptance"]
         walks[name] = figures["walk"][K]["length"]
         per_position = figures["per_position_argmax"][K]
-        print(f"{name:<34}{walks[name]:>8.3f}{per_position:>14.3f}{counts['tokens']:>10,}{counts['seconds']:>9.0f}")
+        print(f"{name:<28}{walks[name]:>8.3f}{per_position:>14.3f}{counts['tokens']:>10,}{counts['seconds']:>9.0f}")
         sys.stdout.flush()
     base, other = (walks.get(name, float("nan")) for name in ("base", "base, another seed"))
     best = max(walks, key=walks.get)

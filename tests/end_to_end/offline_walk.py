@@ -31,7 +31,7 @@ def reply_walks(run: Run, k: int) -> dict[str, list[int]]:
     packs = Packs(run.folder / "02_hidden", Index.load(dataset / "index.safetensors"), pack_tokens)
     held_out = HeldOut.of(packs, facts["protocol"]["think_open"], facts["protocol"]["think_close"])
     found = {}
-    for rows in held_out.plan:
+    for rows in held_out.schedule:
         pack = packs.load(rows)
         result = step(pack)
         positions, at = pack.loss_positions.positions, 0

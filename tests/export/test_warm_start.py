@@ -61,7 +61,7 @@ def test_case_24_mapping_sizes_and_weights_come_along(run, published):
 
 def test_the_frozen_embedding_is_the_published_one_out_of_shards_too(run, published, monkeypatch):
     """Checkpoints hold what is trained; the draft that FSDP builds anew for the export takes the rest from there."""
-    monkeypatch.setattr("common.training.run.is_sharded", lambda module: True)
+    monkeypatch.setattr("common.training.trainer.is_sharded", lambda module: True)
     code, _, stderr = train(run, "--warm-start", published)
     assert code == 0, stderr
     before, after = load_file(published / "model.safetensors"), exported(run)

@@ -112,6 +112,6 @@ class Case:
             (s, int(i)): (bool(result.right_token[s, n]), bool(result.right_argmax[s, n]))
             for s in range(self.steps)
             for n, i in enumerate(result.positions)
-            if result.live[s, n]
+            if result.in_step[s, n]
         }
         assert found == right

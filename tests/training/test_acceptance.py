@@ -8,7 +8,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from common.training.acceptance import PLACES, Bigram, ReplySteps, accepted_rows, measure
+from common.training.acceptance import REPLY_BORDERS, Bigram, ReplySteps, accepted_rows, measure
 
 
 def engine(text: list[int], prompt: int, guesses: list[list[int]], k: int) -> tuple[list[int], list[int], set[int]]:
@@ -60,11 +60,11 @@ def reply_steps(text, prompt, guesses) -> ReplySteps:
 def test_the_walk_is_what_an_engine_does(sample):
     steps = min(len(guesses) for _, _, guesses in sample)
     facts = measure([reply_steps(*one) for one in sample])
-    assert set(facts["walk"]) == {str(k) for k in range(1, steps + 1)}
+    assert set(facts["walk"]) == set(range(1, steps + 1))
     for k in range(1, steps + 1):
         runs = [engine(*one, k) for one in sample]
         yields = [y for _, found, _ in runs for y in found]
-        walk = facts["walk"][str(k)]
+        walk = facts["walk"][k]
         assert walk["drafts"] == len(yields)
         assert walk["accepted"] == [sum(found[i] for found, _, _ in runs) for i in range(k)]
         assert walk["length"] == pytest.approx(sum(yields) / len(yields))
@@ -81,7 +81,7 @@ def test_per_position_asks_every_row_jointly(sample):
     facts = measure([reply_steps(*sample)])
     for k in range(1, steps + 1):
         runs = [next((s for s in range(k) if not right[s][r]), k) for r in range(rows)]
-        assert facts["per_position"][str(k)] == pytest.approx(1 + sum(runs) / rows)
+        assert facts["per_position"][k] == pytest.approx(1 + sum(runs) / rows)
     assert facts["step_accuracy"] == pytest.approx([sum(of_step) / rows for of_step in right], abs=1e-5)
 
 
@@ -89,27 +89,27 @@ def test_the_two_figures_differ():
     """Starts follow accepted runs: the row behind a long run is never asked."""
     right = torch.tensor([[1, 0, 1, 0], [1, 0, 1, 0]], dtype=torch.bool)
     facts = measure([ReplySteps(right)])
-    assert facts["walk"]["2"] == {"length": 2.0, "drafts": 2, "accepted": [1, 1]}
-    assert facts["per_position"]["2"] == 2.0
+    assert facts["walk"][2] == {"length": 2.0, "drafts": 2, "accepted": [1, 1]}
+    assert facts["per_position"][2] == 2.0
     facts = measure([ReplySteps(torch.tensor([[0, 1, 1, 1]], dtype=torch.bool))])
-    assert facts["walk"]["1"]["length"] == pytest.approx(5 / 3) and facts["per_position"]["1"] == 1.75
+    assert facts["walk"][1]["length"] == pytest.approx(5 / 3) and facts["per_position"][1] == 1.75
 
 
 def test_parts_and_places():
     """A draft that is right in reasoning (rows up to the closing one) and wrong behind it."""
     right = torch.zeros(3, 40, dtype=torch.bool)
     right[:, :20] = True
-    facts = measure([ReplySteps(right, closing=19)], main_k=3)
-    assert facts["by_part"] == {"reasoning": {"3": 4.0}, "content": {"3": 1.0}}
+    facts = measure([ReplySteps(right, closing=19)])
+    assert facts["by_part"] == {"reasoning": {3: 4.0}, "content": {3: 1.0}}
     assert [(place["from"], place["to"]) for place in facts["by_place"]] == [(0, 32), (32, 64)]
     assert [place["starts"] for place in facts["by_place"]] == [5 + 12, 8]
-    assert sum(place["starts"] for place in facts["by_place"]) == facts["walk"]["3"]["drafts"]
-    assert PLACES[0] == 0
+    assert sum(place["starts"] for place in facts["by_place"]) == facts["walk"][3]["drafts"]
+    assert REPLY_BORDERS[0] == 0
 
 
 def test_a_reply_beyond_the_last_border_is_counted():
-    facts = measure([ReplySteps(torch.zeros(1, PLACES[-1] + 3, dtype=torch.bool))])
-    assert facts["by_place"][-1] == {"from": PLACES[-1], "to": None, "length": 1.0, "starts": 3}
+    facts = measure([ReplySteps(torch.zeros(1, REPLY_BORDERS[-1] + 3, dtype=torch.bool))])
+    assert facts["by_place"][-1] == {"from": REPLY_BORDERS[-1], "to": None, "length": 1.0, "starts": 3}
 
 
 def test_nothing_held_out_gives_no_figures():

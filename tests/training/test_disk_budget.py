@@ -41,15 +41,15 @@ def place(records, tmp_path):
 
 def noted_training(monkeypatch) -> Counter:
     """How often each sample is in a pack that this process trains on."""
-    from common.training.run import TrainingRun
+    from common.training.trainer import Trainer
 
-    trained, real = Counter(), TrainingRun.check_finite
+    trained, real = Counter(), Trainer.check_finite
 
     def noted(self, batch, results, norm):
         trained.update(id for pack in batch for id in pack.ids)
         return real(self, batch, results, norm)
 
-    monkeypatch.setattr(TrainingRun, "check_finite", noted)
+    monkeypatch.setattr(Trainer, "check_finite", noted)
     return trained
 
 

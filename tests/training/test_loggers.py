@@ -5,12 +5,10 @@ import sys
 import types
 
 import pytest
-import torch
 
 from common.training.held_out import HeldOut, evaluate, speed_ups
 from common.training.loggers import Loggers
 from common.training.ranks import Ranks
-from common.training.utilisation import StepFlops, matmul_rate
 from tests.support.stages import only_error
 from tests.support.tiny_training import metrics, train
 from tests.support.unrolled_case import Case, config, make_pack
@@ -27,45 +25,19 @@ def test_agreement_with_the_target_is_joint_and_over_every_position():
     right = case.module()(pack).right_argmax
     for k in range(1, 5):
         leading = [int(right[:k, n].long().cumprod(0).sum()) for n in range(right.shape[1])]
-        assert figures["per_position_argmax"][str(k)] == pytest.approx(1 + sum(leading) / len(leading))
+        assert figures["per_position_argmax"][k] == pytest.approx(1 + sum(leading) / len(leading))
     assert set(figures["speed_up"]) == set(figures["walk"])
 
 
 def test_a_speed_up_pays_for_its_draft_steps():
-    walk = {"1": {"length": 1.5}, "3": {"length": 2.0}, "5": {"length": None}}
-    assert speed_ups(walk, 0.1) == {"1": pytest.approx(1.5 / 1.1), "3": pytest.approx(2.0 / 1.3), "5": None}
-    assert speed_ups(walk, 0.0)["3"] == 2.0
+    walk = {1: {"length": 1.5}, 3: {"length": 2.0}, 5: {"length": None}}
+    assert speed_ups(walk, 0.1) == {1: pytest.approx(1.5 / 1.1), 3: pytest.approx(2.0 / 1.3), 5: None}
+    assert speed_ups(walk, 0.0)[3] == 2.0
 
 
 def test_evaluation_unrolls_further_than_training_with_the_same_powers():
     case = Case(config(), make_pack([14, 9], 24, 4), steps=2, step_weight=0.5).module()
     assert case.loss_weights(4).tolist() == [1.0, 0.5, 0.25, 0.125]
-
-
-@pytest.mark.parametrize("form", ["llama", "mla"])
-def test_arithmetic_of_a_step_is_counted_by_hand(form):
-    c = config(form, draft_vocab=15)
-    case, pack, steps = Case(c, make_pack([8], 24, 1, "all"), steps=2), make_pack([8], 24, 1, "all"), 2
-    plan = pack.loss_positions
-    rows, tokens, h = len(plan.positions), 8, c.hidden_size
-    assert rows == 6
-    attention = case.draft.midlayer.self_attn
-    inputs = attention.input_weight().shape[0]  # queries, keys and values, or what MLA makes them of
-    names = ("o_proj", "q_b_proj", "kv_b_proj")
-    layer = h * inputs + sum(getattr(attention, n).weight.numel() for n in names if hasattr(attention, n))
-    layer += 3 * h * c.intermediate_size + h * c.draft_vocab_size
-    width = 2 * c.head_dim if form == "llama" else c.qk_nope_head_dim + c.qk_rope_head_dim + c.v_head_dim
-    pairs = sum(range(1, rows + 1))  # row n sees itself and all before it
-    key_values = inputs - attention.query_columns
-    once = rows * h * attention.query_columns + tokens * h * key_values + (tokens - rows) * h * key_values
-    once += (tokens - rows) * (attention.kv_b_proj.weight.numel() if form == "mla" else 0)
-    trained = steps * rows * layer + once + steps * pairs * c.num_attention_heads * width
-    wanted = 2 * (3 * trained + 2 * tokens * 3 * h * h + rows * h * (24 + 15))
-    assert StepFlops(case.draft).of(pack.offsets, plan.positions, steps) == wanted
-
-
-def test_a_machine_multiplies():
-    assert 1e8 < matmul_rate("cpu", torch.float32) < 1e15
 
 
 # ---- loggers ----
@@ -114,7 +86,7 @@ def test_a_service_that_is_not_installed_is_one_line_before_the_first_step(run, 
 
 
 def test_the_report_grows_with_each_evaluation_and_shows_other_runs(run, tmp_path, monkeypatch):
-    import common.training.run as module
+    import common.training.journal as module
 
     seen, real = [], module.write_report
 

@@ -190,9 +190,9 @@ def test_a_file_of_another_checkpoint_is_refused(tmp_path, name):
 def test_another_draft_is_refused(tmp_path):
     model = module()
     path = save_checkpoint(tmp_path, model, make_optimizer(model, Train()), {"step": 1})
-    with pytest.raises(UserError, match="another draft"):
+    with pytest.raises(UserError, match="does not match this draft"):
         load_checkpoint(path, nn.Linear(3, 2), None)
-    with pytest.raises(UserError, match=r"another draft: 0\.bias, 0\.weight"):
+    with pytest.raises(UserError, match=r"the shapes of 0\.bias, 0\.weight differ"):
         load_checkpoint(path, module((3, 5)), None)
 
 

@@ -47,7 +47,7 @@ def test_another_learning_rate_is_refused_with_the_difference(run):
 
 def test_case_27_the_checkpoint_with_the_best_acceptance_is_served(run, monkeypatch):
     """Loss falls to the end while acceptance peaks at step 2."""
-    import common.training.run as module
+    import common.training.trainer as module
 
     lengths = iter([1.0, 1.2, 1.9, 1.5, 1.4, 1.3, 1.9])  # the untrained draft first, the chosen one last
     real = module.evaluate
@@ -55,7 +55,7 @@ def test_case_27_the_checkpoint_with_the_best_acceptance_is_served(run, monkeypa
     def peaked(*args):
         figures, replies = real(*args)
         length = next(lengths)
-        return figures | {"walk": {"3": {"length": length, "drafts": 1, "accepted": [1, 0, 0]}}}, replies
+        return figures | {"walk": {3: {"length": length, "drafts": 1, "accepted": [1, 0, 0]}}}, replies
 
     monkeypatch.setattr(module, "evaluate", peaked)
     monkeypatch.setattr("common.training.checkpoint.KEEP_CHECKPOINTS", 1)
