@@ -80,12 +80,12 @@ def main() -> None:
         subprocess.run([sys.executable, script, "--config", CONFIG, "--run-dir", str(run), *flags], check=True)
     errors = state_errors(args.run_dir / "02_hidden", run / "02_hidden")
     print("relative error of the aux states, by layer:", " ".join(f"{error:.4f}" for error in errors.tolist()))
-    found = {"bf16": figures(args.run_dir), "fp8": figures(run)}
-    for name, facts in found.items():
+    results = {"bf16": figures(args.run_dir), "fp8": figures(run)}
+    for name, facts in results.items():
         print(f"{name}: " + "  ".join(f"{key} {value:.4f}" for key, value in facts.items()))
     pairs = {"state_error": float(errors.max())}
     for key in ("loss", "acceptance", "gib"):
-        pairs |= {f"{key}_{name}": facts[key] for name, facts in found.items()}
+        pairs |= {f"{key}_{name}": facts[key] for name, facts in results.items()}
     print(" ".join(f"{key}={value:.4f}" for key, value in pairs.items()))
 
 

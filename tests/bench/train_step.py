@@ -216,13 +216,13 @@ def main() -> None:
     if arguments.only_peer:
         print(json.dumps(peer(arguments)))
         return
-    found = ours(arguments) | {"peer_tok_s": float("nan")}
+    results = ours(arguments) | {"peer_tok_s": float("nan")}
     if arguments.peer:
         other = peer_apart()
         print(f"peer: {other['peer_tok_s']:.0f} tokens/s, {other['peer_peak_gib']:.2f} GiB")
-        found["peer_tok_s"] = other["peer_tok_s"]
-    found["speedup"] = found["tok_s"] / found["peer_tok_s"]
-    print(" ".join(f"{name}={value:.0f}" if value >= 100 else f"{name}={value:.3g}" for name, value in found.items()))
+        results["peer_tok_s"] = other["peer_tok_s"]
+    results["speedup"] = results["tok_s"] / results["peer_tok_s"]
+    print(" ".join(f"{name}={value:.0f}" if value >= 100 else f"{name}={value:.3g}" for name, value in results.items()))
 
 
 if __name__ == "__main__":

@@ -32,12 +32,12 @@ CHUNKED = ("--enable-chunked-prefill", "--max-num-batched-tokens", str(CHUNK))
 
 def prompts(text: list[int]) -> list[list[int]]:
     """Prompts of LENGTHS tokens, cut one after the other out of `text`, and two whose first SHARED tokens are equal."""
-    found, at = [], 0
+    cut, at = [], 0
     for length in LENGTHS:
-        found.append(text[at : at + length])
+        cut.append(text[at : at + length])
         at += length
     shared = text[at : at + SHARED]
-    return [*found, shared + text[:OWN], shared + text[OWN : 2 * OWN]]
+    return [*cut, shared + text[:OWN], shared + text[OWN : 2 * OWN]]
 
 
 def ask(extract: Extract, target: Target, prompts: list[list[int]]) -> list[States]:
@@ -45,22 +45,22 @@ def ask(extract: Extract, target: Target, prompts: list[list[int]]) -> list[Stat
     sizes = read_sizes(target)
     streams = [Stream(str(i), array("i", ids), array("B", bytes(len(ids)))) for i, ids in enumerate(prompts)]
     with VllmExtractor(target, extract, sizes.aux_layers(extract.aux_layers), sizes) as extractor:
-        found = {int(stream.id): states for stream, states in extractor.states(streams)}
-    failed = [str(states) for states in found.values() if isinstance(states, ExtractError)]
+        extracted = {int(stream.id): states for stream, states in extractor.states(streams)}
+    failed = [str(states) for states in extracted.values() if isinstance(states, ExtractError)]
     if failed:
         raise ExtractError("; ".join(failed))
-    return [found[i] for i in range(len(prompts))]
+    return [extracted[i] for i in range(len(prompts))]
 
 
 def check_layers(
-    check, name: str, found: list[States], reference: list[Tensor], layers: list[int], share: float | None
+    check, name: str, extracted: list[States], reference: list[Tensor], layers: list[int], share: float | None
 ) -> None:
     """The states under each layer id are the input of that layer, and clearly not of the layers beside it.
 
     `reference`: transformers' states, [layers + 1, T, H] a prompt.
     """
     stacked = [
-        torch.cat([s.aux.unflatten(1, (len(layers) - 1, -1)), s.last.unsqueeze(1)], 1) for s in found
+        torch.cat([s.aux.unflatten(1, (len(layers) - 1, -1)), s.last.unsqueeze(1)], 1) for s in extracted
     ]  # [T, ids, H] a prompt
     own = torch.cat([r[:, :1] for r in reference[:1]] + [r[:, 1:] for r in reference], 1)  # one first state: it is huge
     states = torch.cat([s[:1] for s in stacked[:1]] + [s[1:] for s in stacked])
@@ -131,9 +131,9 @@ def check_states(
         max_tokens_per_sample=1024,
     )
     asked = prompts(text)
-    found = check_company(check, name, extract, target, asked, share)
+    extracted = check_company(check, name, extract, target, asked, share)
     layers = [*aux, read_sizes(target).layers]
-    check_layers(check, name, found, reference(asked), layers, share)
+    check_layers(check, name, extracted, reference(asked), layers, share)
     check(f"{name}: the spool is empty", left(spool) == [], left(spool))
 
 

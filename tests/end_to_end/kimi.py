@@ -131,13 +131,13 @@ def reference_states(model: Path, prompts: list[list[int]], dtype: torch.dtype =
     text.layers[0].register_forward_pre_hook(lambda _module, inputs: states.append(inputs[0][0]))
     for layer in text.layers:
         layer.register_forward_hook(lambda _module, _inputs, output: states.append(output[0]))
-    found = []
+    by_prompt = []
     for ids in prompts:
         states.clear()
         with torch.no_grad():
             text(input_ids=torch.tensor([ids]))
-        found.append(torch.stack(states).float())
-    return torch.cat(found, dim=1)
+        by_prompt.append(torch.stack(states).float())
+    return torch.cat(by_prompt, dim=1)
 
 
 def train(rehearsal) -> None:

@@ -30,13 +30,13 @@ def reply_walks(run: Run, k: int) -> dict[str, list[int]]:
     pack_tokens = run.manifest("03_dataset").settings["dataset"]["sample_tokens"]
     packs = Packs(run.folder / "02_hidden", Index.load(dataset / "index.safetensors"), pack_tokens)
     held_out = HeldOut.of(packs, facts["protocol"]["think_open"], facts["protocol"]["think_close"])
-    found = {}
+    walks = {}
     for rows in held_out.schedule:
         pack = packs.load(rows)
         result = step(pack)
         positions, at = pack.loss_positions.positions, 0
         for reply in held_out.replies(pack, result.right_token, positions):
             document = int(torch.searchsorted(pack.offsets[1:], positions[at], right=True))
-            found[pack.ids[document]] = [accepted for _, accepted in walk(accepted_lengths(reply.right, k))]
+            walks[pack.ids[document]] = [accepted for _, accepted in walk(accepted_lengths(reply.right, k))]
             at += reply.right.shape[1]
-    return found
+    return walks

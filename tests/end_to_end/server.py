@@ -198,20 +198,20 @@ def free_port() -> int:
 
 def living_processes(group: int) -> list[int]:
     """Process ids in a process group, without those that have ended and wait to be reaped."""
-    found = []
+    pids = []
     for stat in Path("/proc").glob("[0-9]*/stat"):
         with contextlib.suppress(FileNotFoundError, ProcessLookupError):  # ended while we looked
             state, _parent, its_group = stat.read_text().rpartition(")")[2].split()[:3]  # after "pid (name)"
             if int(its_group) == group and state != "Z":
-                found.append(int(stat.parent.name))
-    return found
+                pids.append(int(stat.parent.name))
+    return pids
 
 
 def shared_memory(group: int) -> set[Path]:
     """The files under /dev/shm that processes of a group have mapped."""
-    found = set()
+    paths = set()
     for pid in living_processes(group):
         with contextlib.suppress(FileNotFoundError, ProcessLookupError):
             lines = Path(f"/proc/{pid}/maps").read_text().splitlines()
-            found |= {Path(line.split(maxsplit=5)[5]) for line in lines if "/dev/shm/" in line}
-    return {path for path in found if path.exists()}  # most are unlinked, "(deleted)", while still mapped
+            paths |= {Path(line.split(maxsplit=5)[5]) for line in lines if "/dev/shm/" in line}
+    return {path for path in paths if path.exists()}  # most are unlinked, "(deleted)", while still mapped

@@ -108,8 +108,8 @@ def reference_states(prompts: list[list[int]]) -> list:
     """transformers' states at every layer's input and before the final norm, [31, T, H] a prompt, each prompt alone."""
     extractor = LocalExtractor(Target(model=MODEL), Extract(batch_tokens=1), tuple(range(DEPTH)), "cpu")
     streams = [Stream(str(i), array("i", ids), array("B", bytes(len(ids)))) for i, ids in enumerate(prompts)]
-    found = {int(stream.id): states for stream, states in extractor.states(streams)}
-    stacked = (torch.cat([found[i].aux, found[i].last], 1).unflatten(1, (DEPTH + 1, -1)) for i in range(len(prompts)))
+    by_id = {int(stream.id): states for stream, states in extractor.states(streams)}
+    stacked = (torch.cat([by_id[i].aux, by_id[i].last], 1).unflatten(1, (DEPTH + 1, -1)) for i in range(len(prompts)))
     return [states.transpose(0, 1).float() for states in stacked]
 
 

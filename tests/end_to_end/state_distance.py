@@ -6,14 +6,14 @@ from torch import Tensor
 from tests.end_to_end.pipeline_run import Run
 
 
-def token_distances(found: Tensor, wanted: Tensor) -> Tensor:
+def token_distances(actual: Tensor, wanted: Tensor) -> Tensor:
     """The relative distance of each token's states [T - 1]. The first token is left out: in some models its state is
     so large that it would hide all others."""
-    found, wanted = found[1:].float(), wanted[1:].float()
-    return (found - wanted).norm(dim=-1) / wanted.norm(dim=-1)
+    actual, wanted = actual[1:].float(), wanted[1:].float()
+    return (actual - wanted).norm(dim=-1) / wanted.norm(dim=-1)
 
 
-def distance(found: Tensor, wanted: Tensor, share: float | None = None) -> float:
+def distance(actual: Tensor, wanted: Tensor, share: float | None = None) -> float:
     """Relative distance over all tokens but the first.
 
     With `share`, the distance that this share of the tokens does not exceed, each token by itself. In a mixture of
@@ -21,9 +21,9 @@ def distance(found: Tensor, wanted: Tensor, share: float | None = None) -> float
     engines.
     """
     if share is not None:
-        return float(token_distances(found, wanted).quantile(share))
-    found, wanted = found[1:].float(), wanted[1:].float()
-    return float((found - wanted).norm() / wanted.norm())
+        return float(token_distances(actual, wanted).quantile(share))
+    actual, wanted = actual[1:].float(), wanted[1:].float()
+    return float((actual - wanted).norm() / wanted.norm())
 
 
 def run_distance(one: Run, other: Run, share: float | None = None) -> tuple[float, int]:

@@ -42,16 +42,16 @@ def docstrings() -> Iterator[tuple[str, str, str]]:
 
 def chats(tokenizer) -> list[list[int]]:
     """Token ids of every chat: generation prompt, reasoning and </think> unless instant, answer, <|im_end|>."""
-    found = []
+    every_chat = []
     for number, (module, name, answer) in enumerate(docstrings()):
         question = [{"role": "user", "content": f"What does {module}.{name} do?"}]
         thinking = number % INSTANT_EVERY != 0
         prompt = tokenizer.apply_chat_template(question, tokenize=False, add_generation_prompt=True, thinking=thinking)
         reasoning = f"The question is about {name} in {module}. Its documentation says what it does, so I repeat it."
         reply = f"{reasoning}</think>{answer}" if thinking else answer
-        found.append(tokenizer.encode(f"{prompt}{reply}<|im_end|>"))
-    counts = Counter(i for chat in found for i in chat)
-    return [chat for chat in found if len(chat) <= CHAT_TOKENS and all(counts[i] >= COMMON for i in chat)]
+        every_chat.append(tokenizer.encode(f"{prompt}{reply}<|im_end|>"))
+    counts = Counter(i for chat in every_chat for i in chat)
+    return [chat for chat in every_chat if len(chat) <= CHAT_TOKENS and all(counts[i] >= COMMON for i in chat)]
 
 
 def teach(model: DeepseekV3ForCausalLM, tokenizer_folder: Path, steps: int) -> None:

@@ -4,8 +4,9 @@ Slow and plain on purpose; imports nothing of ours. `p` maps a served checkpoint
 anything with the attributes of a served config (sizes, options, rope).
 
 Position i of a document x_0 .. x_{T-1} with aux states a, last states l, mask m (1 where the target wrote the token):
-    step 0 reads g_i = fc(a_i) and x_{i+1}; step s > 0 its own state of step s-1 at i and x_{i+1+s}; rotary place i + s;
-    it sees the step-0 keys at places <= i of its document and its own position's keys of steps 1..s;
+    step 0 reads g_i = fc(a_i) and x_{i+1}; step s > 0 its own state of step s-1 at i and x_{i+1+s};
+    the rotary position is i + s;
+    it sees the step-0 keys at positions <= i of its document and its own position's keys of steps 1..s;
     it learns softmax(head(norm(l_{i+1+s}))), the distribution of x_{i+2+s};
     P_s = {i : m_{i+1} .. m_{i+1+s} all 1 and i+2+s < T}.
 """
@@ -59,11 +60,11 @@ def rope_frequencies(c, width):
     return torch.tensor(result, dtype=torch.float64), both
 
 
-def rotate(c, x, place):
-    """x [heads, width] turned to `place`: Llama pairs (k, k + width/2), DeepSeek (2k, 2k + 1)"""
+def rotate(c, x, position):
+    """x [heads, width] turned to `position`: Llama pairs (k, k + width/2), DeepSeek (2k, 2k + 1)"""
     width = x.shape[-1]
     frequencies, factor = rope_frequencies(c, width)
-    cos, sin = torch.cos(place * frequencies) * factor, torch.sin(place * frequencies) * factor
+    cos, sin = torch.cos(position * frequencies) * factor, torch.sin(position * frequencies) * factor
     result = torch.empty_like(x)
     even = range(0, width, 2) if c.form == "mla" else range(width // 2)
     for k, first in enumerate(even):
@@ -73,7 +74,7 @@ def rotate(c, x, place):
     return result
 
 
-def query_key_value(p, c, x, place):
+def query_key_value(p, c, x, position):
     """x [2H] -> query [h, d], key [h, d], value [h, dv]: grouped keys repeated for each of their queries"""
     name = "midlayer.self_attn."
     heads, eps = c.num_attention_heads, c.rms_norm_eps
@@ -82,7 +83,7 @@ def query_key_value(p, c, x, place):
         key = (p[name + "k_proj.weight"] @ x).view(c.num_key_value_heads, -1)
         value = (p[name + "v_proj.weight"] @ x).view(c.num_key_value_heads, -1)
         owner = [head * c.num_key_value_heads // heads for head in range(heads)]
-        return rotate(c, query, place), rotate(c, key, place)[owner], value[owner]
+        return rotate(c, query, position), rotate(c, key, position)[owner], value[owner]
     nope, rope, latent = c.qk_nope_head_dim, c.qk_rope_head_dim, c.kv_lora_rank
     if c.q_lora_rank:
         low = rms_norm(p[name + "q_a_proj.weight"] @ x, p[name + "q_a_layernorm.weight"], eps)
@@ -90,11 +91,11 @@ def query_key_value(p, c, x, place):
     else:
         query = p[name + "q_proj.weight"] @ x
     query = query.view(heads, nope + rope)
-    query = torch.cat([query[:, :nope], rotate(c, query[:, nope:], place)], 1)
+    query = torch.cat([query[:, :nope], rotate(c, query[:, nope:], position)], 1)
     down = p[name + "kv_a_proj_with_mqa.weight"] @ x
     low = rms_norm(down[:latent], p[name + "kv_a_layernorm.weight"], eps)
     both = (p[name + "kv_b_proj.weight"] @ low).view(heads, nope + c.v_head_dim)
-    turned = rotate(c, down[latent:].view(1, rope), place).expand(heads, rope)
+    turned = rotate(c, down[latent:].view(1, rope), position).expand(heads, rope)
     return query, torch.cat([both[:, :nope], turned], 1), both[:, nope:]
 
 
@@ -135,7 +136,7 @@ def unrolled_step(
     counts=None,
 ):
     """-> loss, loss_sums [K], counts [K], and {(s, flat i): (right_token, right_argmax)}"""
-    sums, found, right = [torch.zeros((), dtype=torch.float64) for _ in range(steps)], [0] * steps, {}
+    sums, counted, right = [torch.zeros((), dtype=torch.float64) for _ in range(steps)], [0] * steps, {}
     layer = "midlayer."
     kept = list(range(target_head.shape[0])) if draft_to_target is None else draft_to_target.tolist()
     for begin, end in zip(offsets[:-1].tolist(), offsets[1:].tolist(), strict=True):
@@ -173,12 +174,12 @@ def unrolled_step(
                 target = target_head @ rms_norm(last_hidden[begin + i + 1 + s], target_norm, target_norm_eps)
                 best, logits = int(target.argmax()), target[kept]
                 wanted = torch.softmax(logits, 0)
-                said = p["lm_head.weight"] @ output
-                found[s] += 1
+                proposed = p["lm_head.weight"] @ output
+                counted[s] += 1
                 if best in kept:
-                    sums[s] = sums[s] - (wanted * torch.log_softmax(said, 0)).sum()
-                choice = kept[int(said.argmax())]
+                    sums[s] = sums[s] - (wanted * torch.log_softmax(proposed, 0)).sum()
+                choice = kept[int(proposed.argmax())]
                 right[s, begin + i] = (choice == x[i + 2 + s], choice == best)
-    divisors = found if counts is None else counts
+    divisors = counted if counts is None else counts
     loss = sum(step_weight**s * sums[s] / max(int(divisors[s]), 1) for s in range(steps))
-    return loss, torch.stack(sums), torch.tensor(found), right
+    return loss, torch.stack(sums), torch.tensor(counted), right

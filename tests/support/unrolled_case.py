@@ -108,10 +108,10 @@ class Case:
             torch.testing.assert_close(
                 gradient, wanted, rtol=tolerance, atol=tolerance, msg=lambda m, n=name: f"{n}: {m}"
             )
-        found = {
+        steps = {
             (s, int(i)): (bool(result.right_token[s, n]), bool(result.right_argmax[s, n]))
             for s in range(self.steps)
             for n, i in enumerate(result.positions)
             if result.in_step[s, n]
         }
-        assert found == right
+        assert steps == right
