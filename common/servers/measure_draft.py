@@ -201,21 +201,24 @@ def counts_as_dict(counted: DraftCounts) -> dict:
 
 def summary(facts: dict) -> list[tuple[str, str]]:
     """Lines for the table on the terminal."""
-    own, plain, same = facts["with_draft"], facts["without_draft"], facts["identical"]
-    share = own["accepted"] / max(own["proposed"], 1)
-    by_position = "  ".join(f"{n / own['drafts']:.1%}" for n in own["accepted_per_position"])
+    drafted, plain, equal = facts["with_draft"], facts["without_draft"], facts["identical"]
+    share = drafted["accepted"] / max(drafted["proposed"], 1)
+    by_position = "  ".join(f"{n / drafted['drafts']:.1%}" for n in drafted["accepted_per_position"])
     rows = [
-        (f"acceptance length, k={own['k']}", f"{own['length']:.3f} over {own['drafts']:,} drafts"),
+        (f"acceptance length, k={drafted['k']}", f"{drafted['length']:.3f} over {drafted['drafts']:,} drafts"),
         ("accepted draft tokens", f"{share:.1%}; by position {by_position}"),
-        ("cut at k = 1..", "  ".join(f"{k}: {length:.3f}" for k, length in own["length_cut_at"].items())),
-        ("with the draft", f"{own['tokens_s']:,.1f} tokens/s, {own['tokens']:,} tokens in {own['seconds']:.1f} s"),
+        ("cut at k = 1..", "  ".join(f"{k}: {length:.3f}" for k, length in drafted["length_cut_at"].items())),
+        (
+            "with the draft",
+            f"{drafted['tokens_s']:,.1f} tokens/s, {drafted['tokens']:,} tokens in {drafted['seconds']:.1f} s",
+        ),
     ]
     if plain:
         rows.append(("without", f"{plain['tokens_s']:,.1f} tokens/s, {plain['tokens']:,} tokens"))
         rows.append(("speed-up", f"{facts['speed_up']:.2f}"))
-    if same:
-        rows.append(("greedy replies", f"{same['equal']} of {same['of']} the same with and without the draft"))
-    if same and same["equal"] < same["of"]:
+    if equal:
+        rows.append(("greedy replies", f"{equal['equal']} of {equal['of']} the same with and without the draft"))
+    if equal and equal["equal"] < equal["of"]:
         more = "; --eval-concurrency 1 tells rounding from an error" if facts["concurrency"] > 1 else ""
         rows.append(("", f"rounding depends on the batch and decides between nearly equal tokens{more}"))
     return rows
