@@ -78,7 +78,7 @@ def _from_speculators(config: dict, findings: Findings) -> dict | None:
 
 
 def draft_form(config: dict) -> str:
-    """ "llama" or "mla", of a config as read_config returns it."""
+    """The form, "llama" or "mla", of a config as read_config returns it."""
     return FORMS[config["architectures"][0]][0]
 
 

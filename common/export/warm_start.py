@@ -61,7 +61,6 @@ class Published:
 
 def read_published(folder: str, target: DraftConfig, aux_layers: tuple[int, ...]) -> Published:
     """A draft to initialise from; raises UserError that names what does not fit. `target`: a fresh draft's sizes."""
-    weights_of(folder)
     findings = Findings()
     try:
         return _read_published(Path(folder), target, aux_layers, findings)
@@ -110,16 +109,9 @@ def _read_published(path: Path, target: DraftConfig, aux_layers: tuple[int, ...]
     return Published(path, sizes, tensors, d2t.long(), t2d.bool())
 
 
-def weights_of(folder: str) -> list[Path]:
-    """The weight files of a published draft; raises UserError where there are none."""
-    if not (Path(folder) / "config.json").is_file():
-        raise UserError(f"train.warm_start {folder}: no config.json; name a draft's folder")
-    try:
-        return weight_files(Path(folder))
-    except UserError as error:
-        raise UserError(f"train.warm_start: {error}") from None
-
-
 def weight_hashes(folder: str) -> list[str]:
     """SHA-256 of each weight file: identifies a warm start's weights wherever the folder lies."""
-    return [sha256(file) for file in weights_of(folder)]
+    try:
+        return [sha256(file) for file in weight_files(Path(folder))]
+    except UserError as error:
+        raise UserError(f"train.warm_start: {error}") from None

@@ -168,7 +168,7 @@ def test_the_context_length_is_the_targets(published, length, scaling):
 def test_a_folder_without_a_draft(run, published):
     shutil.rmtree(published)
     code, _, stderr = train(run, "--warm-start", published)
-    assert code == 2 and "no config.json; name a draft's folder" in only_error(stderr)
+    assert code == 2 and "published has no *.safetensors and no *.bin; name a draft's folder" in only_error(stderr)
 
 
 # ---- further settings of the training ----
