@@ -10,6 +10,7 @@ import sys
 import time
 from pathlib import Path
 
+from common.draft.config import MAIN_K
 from common.pipeline.command_line import load_settings
 from common.pipeline.console import say
 from common.pipeline.errors import UserError, guarded
@@ -30,15 +31,18 @@ def main() -> int:
             return code
     result = Manifest.load(run_dir / DRAFT, DRAFT).counts
     samples = Manifest.load(run_dir / HIDDEN, HIDDEN).counts["sequences"]
-    lengths = {name: figures["walk"]["3"]["length"] for name, figures in result["baselines"].items()}
+    figures = {"trained": result["acceptance"], **result["baselines"]}
+    lengths = {name: walks["walk"][str(MAIN_K)]["length"] for name, walks in figures.items()}
     report = run_dir / DRAFT / "report.html"
     say(f"\nThe draft is in {run_dir / DRAFT / 'export'}; open {Path.cwd() / report} in a browser.")
     say(
-        f"acceptance_length={result['acceptance']['walk']['3']['length']:.3f} untrained={lengths['untrained']:.3f} "
+        f"acceptance_length={lengths['trained']:.3f} untrained={lengths['untrained']:.3f} "
         f"bigram={lengths['bigram']:.3f} samples={samples} seconds={time.monotonic() - started:.0f} report={report}"
     )
-    if result["acceptance"]["walk"]["3"]["length"] <= max(lengths.values()):
-        raise UserError("the trained draft is accepted no longer than the untrained draft or the bigram floor")
+    if lengths["trained"] <= max(lengths[name] for name in result["baselines"]):
+        raise UserError(
+            "the trained draft's acceptance length does not exceed the untrained draft's and the bigram floor"
+        )
     return 0
 
 

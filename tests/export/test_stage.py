@@ -125,7 +125,7 @@ def test_export_only(run):
 def test_export_only_of_what_is_none_of_this_run(run, tmp_path):
     for wrong in (tmp_path, run / "04_draft/export", run / "04_draft/checkpoints"):
         code, _, err = train(run, "--export-only", wrong)
-        assert code == 2 and f"no checkpoint of {run}/04_draft (there: step-" in only_error(err)
+        assert code == 2 and f"no checkpoint of {run}/04_draft, which has step-" in only_error(err)
     code, _, err = train(run, "--export-only", checkpoint(run, 0), "--fresh")
     assert code == 2 and "contradict" in only_error(err)
     code, _, err = train(run, "--export-only", checkpoint(run, 0), "--learning-rate", 0.5)

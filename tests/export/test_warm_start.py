@@ -166,9 +166,14 @@ def test_the_context_length_is_the_targets(published, length, scaling):
 
 
 def test_a_folder_without_a_draft(run, published):
+    (published / "model.safetensors").unlink()
+    code, _, stderr = train(run, "--warm-start", published)
+    assert code == 2
+    assert "published has no *.safetensors and no *.bin; name a draft's folder" in only_error(stderr)
     shutil.rmtree(published)
     code, _, stderr = train(run, "--warm-start", published)
-    assert code == 2 and "published has no *.safetensors and no *.bin; name a draft's folder" in only_error(stderr)
+    assert code == 2
+    assert "no such file" in only_error(stderr)
 
 
 # ---- further settings of the training ----
@@ -189,7 +194,7 @@ def test_the_embedding_stays_the_targets_and_the_head_is_trained(run):
     ("flags", "said"),
     [
         (("--pack-tokens", 12), "but the longest sample of 03_dataset has 20 tokens; set --pack-tokens 20 or more"),
-        (("--compare", "no-such-run"), "no-such-run holds no 04_draft/metrics.jsonl"),
+        (("--compare", "no-such-run"), "no-such-run has no 04_draft/metrics.jsonl"),
     ],
 )
 def test_settings_that_contradict_are_the_users_mistake(run, flags, said):
