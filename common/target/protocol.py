@@ -10,7 +10,7 @@ from text, which the record notes. Text never becomes a control token, even if i
 import re
 from dataclasses import dataclass
 from functools import cached_property
-from itertools import pairwise
+from itertools import pairwise, takewhile
 from pathlib import Path
 
 from common.pipeline.errors import UserError
@@ -60,7 +60,7 @@ class Protocol:
         self._tails = {thinking: self._check_prompt(thinking) for thinking in (True, False)}
 
     def _control(self, key: str, token: str | None, wanted: int) -> int | None:
-        """The id of a control token, which must encode and decode as one token; None if the target has none."""
+        """The id of a control token, or None if the target has none. Name and id must map to each other."""
         if not token:
             return None
         id = self.tokenizer.convert_tokens_to_ids(token)
@@ -72,6 +72,11 @@ class Protocol:
                 f"target.{key}: {token!r} is id {id} in this tokenizer, the config says {wanted}; use the target's own "
                 "tokenizer, or another transformers version if that one numbers its tokens wrongly"
             )
+        if (text := self.decode([id])) != token:
+            raise UserError(
+                f"target.{key}: id {id} of {token!r} decodes to {text!r} in this tokenizer; use another transformers "
+                "version or the target's own tokenizer"
+            )
         return id
 
     def _check_prompt(self, thinking: bool) -> list[int]:
@@ -82,8 +87,7 @@ class Protocol:
         )
         if first != list(own):
             raise UserError(f"our prompt ids differ from those of the tokenizer's chat template (thinking={thinking})")
-        shared = _shared_length(first[::-1], second[::-1])
-        return first[len(first) - shared :]
+        return first[len(first) - _shared_length(first[::-1], second[::-1]) :]
 
     # ---- prompts ----
 
@@ -249,8 +253,7 @@ class Protocol:
 
 def _shared_length(one, other) -> int:
     """The number of equal items at the start of two sequences."""
-    pairs = enumerate(zip(one, other, strict=False))
-    return next((at for at, (a, b) in pairs if a != b), min(len(one), len(other)))
+    return sum(1 for _ in takewhile(lambda pair: pair[0] == pair[1], zip(one, other, strict=False)))
 
 
 def template_arguments(target: Target, thinking: bool) -> dict:

@@ -204,3 +204,14 @@ def test_lone_surrogates_become_replacement_characters(kimi):
 def test_wrong_control_tokens_are_refused(tiny_target, change, message):
     with pytest.raises(UserError, match=message):
         load_protocol(Target(model=str(tiny_target), **{"end_token": "<|im_end|>"} | change))
+
+
+def test_an_id_that_does_not_decode_to_its_name_is_refused(tiny_target):
+    """As transformers 5.4 and 5.5, which decoded Kimi's </think> to an empty text."""
+    from tokenizers import decoders
+
+    target = Target(model=str(tiny_target), end_token="<|im_end|>")
+    tokenizer = load_protocol(target).tokenizer
+    tokenizer.backend_tokenizer.decoder = decoders.Replace("</think>", "")
+    with pytest.raises(UserError, match=r"target.think_close: id 282 of '</think>' decodes to '' in this tokenizer"):
+        Protocol(tokenizer, target)
