@@ -22,7 +22,7 @@ from common.pipeline.console import listed, percentiles, say, share, table
 from common.pipeline.errors import TooManyFailures, UserError, guarded
 from common.pipeline.jsonl import JSONL_TOKEN_BYTES
 from common.pipeline.manifest import MANIFEST, SYNTHETIC, Manifest, check_fingerprint, open_stage, stage_lock
-from common.pipeline.node_share import HELP, Part, parse_part, stage_folder
+from common.pipeline.node_share import PART_HELP, NodeShare, parse_node_share, stage_folder
 from common.questions.questions import QuestionStream
 from common.target.protocol import Protocol, load_protocol
 
@@ -34,12 +34,12 @@ def main() -> int:
     switches = {
         "probe": "ask one question, show what the server sends and say whether it is ready for a run",
         "print-server-command": "print the command that starts a generation server for this config",
-        "part=I/N": HELP,
+        "part=I/N": PART_HELP,
     }
     settings = load_settings(None, __doc__, ("target", "questions", "generate", "forecast"), switches)
     if settings.switches.print_server_command:
         return print_server_command(settings)
-    part = parse_part(settings.switches.part)
+    part = parse_node_share(settings.switches.part)
     folder = stage_folder(settings.run_dir / STAGE, part)
     if settings.dry_run:
         return dry_run(settings, folder, part)
@@ -102,7 +102,7 @@ def make_engine(settings: Settings, protocol: Protocol):
     return OpenAIServers(settings.generate, protocol)
 
 
-def most_samples(settings: Settings, questions: QuestionStream, part: Part) -> int | None:
+def most_samples(settings: Settings, questions: QuestionStream, part: NodeShare) -> int | None:
     """The largest number of samples that this run can end with; None if it depends on rows that are not read yet."""
     known = questions.rows is not None and settings.questions.turns == "first"
     rows = questions.rows * settings.generate.repeats if known else None
@@ -126,7 +126,7 @@ def show_settings(settings: Settings, protocol: Protocol, questions: QuestionStr
     table(rows)
 
 
-def dry_run(settings: Settings, folder: Path, part: Part) -> int:
+def dry_run(settings: Settings, folder: Path, part: NodeShare) -> int:
     """Print how many samples are stored and missing; writes nothing and sends no request."""
     go_offline()
     local = Path(settings.questions.dataset).suffix and Path(settings.target.model).is_dir()

@@ -3,8 +3,8 @@
     python 03_build_dataset.py --config configs/kimi-k2.5.toml
     python 03_build_dataset.py --config configs/demo.toml --draft-vocab-size 4096
 
-Reads RUN/02_hidden; writes RUN/03_dataset. No state is copied: the index says where each sequence lies. Of a run with
-02 --window the plan is read, so that 03 can run as soon as 02 has begun.
+Reads RUN/02_hidden; writes RUN/03_dataset. No state is copied: the index says where each sequence lies. With
+02 --window, the schedule is read instead of the shards, so that 03 can run as soon as 02 has written it.
 """
 
 from pathlib import Path
@@ -18,48 +18,43 @@ from common.pipeline.files import atomic_path, digest, write_json
 from common.pipeline.manifest import DATASET, HIDDEN, MANIFEST, Manifest, open_stage, stage_lock
 from common.pipeline.node_share import load_stage
 from common.target.protocol import Protocol, load_protocol
-from common.target.sizes import check_same_target, read_sizes
+from common.target.sizes import TargetSizes, check_same_target, read_sizes
 from common.target.tensors import read_tensors
 
-STAGE, INPUT = DATASET, HIDDEN
+INDEX, VOCABULARY, HEAD, TARGET = "index.safetensors", "vocab.safetensors", "target_head.safetensors", "target.json"
+FILES = (INDEX, VOCABULARY, HEAD, TARGET)
 
 
 def main() -> int:
     switches = {"inspect=ID": "print a sample with its loss mask, and build nothing"}
     settings = load_settings(None, __doc__, ("target", "dataset", "forecast"), switches)
-    folder, source = settings.run_dir / STAGE, tokens_folder(settings.run_dir / INPUT)
+    folder, source = settings.run_dir / DATASET, tokens_folder(settings.run_dir / HIDDEN)
     if settings.dry_run:
         go_offline()
         if not stage_started(source):
             return show_input_missing(settings, "03", source)
-    shards = load_stage(source, INPUT)
+    shards = load_stage(source, HIDDEN)
     check_split(shards, settings.dataset)
-    bad = shards.verify(source, hashes=False)
-    if bad or not shards.files:
-        raise UserError(f"{source}: {f'{bad[0]} is damaged or missing' if bad else 'no shards'}; rerun 02")
+    damaged = shards.verify(source, hashes=False)
+    if damaged or not shards.files:
+        raise UserError(f"{source}: {f'{damaged[0]} is damaged or missing' if damaged else 'no shards'}; rerun 02")
     check_same_target(source, shards.fingerprint["target.model"], settings.target)
     protocol = load_protocol(settings.target)
     if settings.switches.inspect:
         return inspect(settings.switches.inspect, shards, source, protocol)
     sizes = read_sizes(settings.target, settings.shipped_config)
+    say(f"03 build: {source} -> {folder}" + " (dry run)" * settings.dry_run)
+    if settings.dry_run:
+        tokens = sum(facts["tokens"] for facts in shards.files.values())
+        table([("input", f"{len(shards.files)} shards, {tokens:,} tokens"), ("writes", ", ".join(FILES))])
+        return show_forecast(settings)
 
     import torch
     from safetensors.torch import save_file
 
-    from common.dataset.draft_vocabulary import byte_tokens, choose_tokens, coverage, coverage_table, mappings
+    from common.dataset.draft_vocabulary import choose_tokens, coverage, coverage_table, mappings
     from common.dataset.index import HELD_OUT, TRAIN, IndexBuilder
     from common.dataset.shards import Shard
-
-    say(f"03 build: {source} -> {folder}" + " (dry run)" * settings.dry_run)
-    if settings.dry_run:
-        tokens = sum(facts["tokens"] for facts in shards.files.values())
-        table(
-            [
-                ("input", f"{len(shards.files)} shards, {tokens:,} tokens"),
-                ("writes", "index, vocabulary, head; no states"),
-            ]
-        )
-        return show_forecast(settings)
 
     builder = IndexBuilder(settings.dataset, sizes.vocab_size)
     with Progress("index", len(shards.files), "shards") as progress:
@@ -72,30 +67,22 @@ def main() -> int:
         raise UserError(
             f"no sample of {source} is left to train on; dropped: {dict(builder.dropped)}, held out: {len(held_out)}"
         )
+    always = required_tokens(protocol, settings.dataset.draft_vocab_size)
+    vocabulary = choose_tokens(builder.counts, settings.dataset.draft_vocab_size, always)
+    d2t, t2d = mappings(vocabulary, sizes.vocab_size)
 
-    always = protocol_tokens(protocol)
-    with_bytes = sorted({*always, *byte_tokens(protocol.tokenizer)})
-    if settings.dataset.draft_vocab_size == 0 or settings.dataset.draft_vocab_size >= len(with_bytes):
-        always = with_bytes
-    else:
-        say(f"  note: a draft vocabulary below {len(with_bytes)} cannot hold every single byte; the frequent ones stay")
-    kept = choose_tokens(builder.counts, settings.dataset.draft_vocab_size, always)
-    d2t, t2d = mappings(kept, sizes.vocab_size)
-    with stage_lock(folder.parent / f".{STAGE}"):
+    with stage_lock(folder.parent / f".{DATASET}"):
         fingerprint = shards.fingerprint | settings.fingerprint()
         fingerprint["shards"] = digest({name: facts["sha256"] for name, facts in shards.files.items()})
         manifest = rebuild(folder, fingerprint, settings)
-        index.save(folder / "index.safetensors")
-        with atomic_path(folder / "vocab.safetensors") as temporary:
+        index.save(folder / INDEX)
+        with atomic_path(folder / VOCABULARY) as temporary:
             save_file({"d2t": d2t, "t2d": t2d, "counts": builder.counts}, temporary)
-        with atomic_path(folder / "target_head.safetensors") as temporary:
+        with atomic_path(folder / HEAD) as temporary:
             tensors = read_tensors(settings.target, "norm", "lm_head", "embedding")
             save_file({name: tensor.to(torch.bfloat16).clone() for name, tensor in tensors.items()}, temporary)
-        aux_layers = shards.fingerprint["aux_layers"]
-        ids = {"think_open": protocol.think_open, "think_close": protocol.think_close, "end": protocol.end}
-        facts = {"text": sizes.text, "eps": sizes.eps, "aux_layers": aux_layers, "protocol": ids}
-        write_json(folder / "target.json", facts)
-        for name in ("index.safetensors", "vocab.safetensors", "target_head.safetensors", "target.json"):
+        write_json(folder / TARGET, target_facts(sizes, shards.fingerprint["aux_layers"], protocol))
+        for name in FILES:
             manifest.add_file(folder, name)
         manifest.counts = {
             "train": len(train),
@@ -104,27 +91,22 @@ def main() -> int:
             "held_out_tokens": int(index.length[held_out].sum()),
             "supervised": int(index.supervised[train].sum()),
             "dropped": dict(builder.dropped),
-            "draft_vocab_size": len(kept),
-            "coverage": coverage(builder.counts, kept),
+            "draft_vocab_size": len(vocabulary),
+            "coverage": coverage(builder.counts, vocabulary),
         }
         manifest.complete = True
         manifest.save(folder)
 
+    counts = manifest.counts
     say(f"03 done: {folder}")
-    sizes_line = "  ".join(f"{size:,}: {share:.2%}" for size, share in coverage_table(builder.counts, always))
+    coverages = [f"{size:,}: {share:.2%}" for size, share in coverage_table(builder.counts, always)]
     table(
         [
-            ("samples", f"{len(train)} train, {len(held_out)} held out; dropped: {dict(builder.dropped) or 'none'}"),
-            (
-                "tokens",
-                f"{manifest.counts['train_tokens']:,} train, {manifest.counts['supervised']:,} written by the target",
-            ),
+            ("samples", f"{len(train)} train, {len(held_out)} held out; dropped: {counts['dropped'] or 'none'}"),
+            ("tokens", f"{counts['train_tokens']:,} train, {counts['supervised']:,} written by the target"),
             ("longest", f"{int(index.length.max()):,} tokens; train.pack_tokens of 04 must be at least that"),
-            (
-                "vocabulary",
-                f"{len(kept):,} of {sizes.vocab_size:,} tokens, {manifest.counts['coverage']:.2%} of what it wrote",
-            ),
-            ("coverage", sizes_line),
+            ("vocabulary", f"{len(vocabulary):,} of {sizes.vocab_size:,} tokens, {counts['coverage']:.2%} of replies"),
+            ("coverage", "  ".join(coverages)),
         ]
     )
     if not held_out:
@@ -142,25 +124,35 @@ def inspect(id: str, shards: Manifest, source: Path, protocol: Protocol) -> int:
         for number, facts in enumerate(shard.facts):
             if facts["id"].startswith(id):
                 span = shard.offsets[number], shard.offsets[number + 1]
-                ids, mask = shard.read("input_ids", *span), shard.read("loss_mask", *span)
-                show_sample(facts["id"], ids, mask, protocol)
+                show_sample(facts["id"], shard.read("input_ids", *span), shard.read("loss_mask", *span), protocol)
                 return 0
-    raise UserError(f"no sample {id!r} in {source}; ids stand in RUN/01_synthetic/part-*.jsonl")
+    raise UserError(f"no sample {id!r} in {source}; the records of RUN/01_synthetic/part-*.jsonl name all ids")
 
 
-def rebuild(folder, fingerprint: dict, settings: Settings) -> Manifest:
-    """03 takes seconds: other settings simply make it again, with the old manifest gone before the first new file."""
-    if (folder / MANIFEST).exists() and Manifest.load(folder, STAGE).fingerprint != fingerprint:
+def required_tokens(protocol: Protocol, size: int) -> list[int]:
+    """Tokens that a draft vocabulary of this size always holds: control tokens and, if they fit, all single bytes."""
+    from common.dataset.draft_vocabulary import byte_tokens
+
+    tools = {id for name, id in protocol.added.items() if "tool_call" in name}
+    control = tools | {id for id in (protocol.think_open, protocol.think_close, protocol.end) if id is not None}
+    with_bytes = control | set(byte_tokens(protocol.tokenizer))
+    if 0 < size < len(with_bytes):
+        say(f"  note: a draft vocabulary below {len(with_bytes)} cannot hold every single byte; the frequent ones stay")
+        return sorted(control)
+    return sorted(with_bytes)
+
+
+def target_facts(sizes: TargetSizes, aux_layers: list[int], protocol: Protocol) -> dict:
+    """What 04 must know about the target: its text config, the norm's epsilon, the aux layers, three token ids."""
+    ids = {"think_open": protocol.think_open, "think_close": protocol.think_close, "end": protocol.end}
+    return {"text": sizes.text, "eps": sizes.eps, "aux_layers": aux_layers, "protocol": ids}
+
+
+def rebuild(folder: Path, fingerprint: dict, settings: Settings) -> Manifest:
+    """Start the stage. 03 takes seconds: under other settings it is rebuilt, the old manifest deleted first."""
+    if (folder / MANIFEST).exists() and Manifest.load(folder, DATASET).fingerprint != fingerprint:
         (folder / MANIFEST).unlink()
-    return open_stage(folder, STAGE, fingerprint, settings.as_dict(), settings.fresh)
-
-
-def protocol_tokens(protocol: Protocol) -> list[int]:
-    """Tokens that every draft vocabulary holds: the protocol's own and the tool markers among the added tokens."""
-    tools = [id for name, id in protocol.added.items() if "tool_call" in name]
-    return sorted(
-        {id for id in (protocol.think_open, protocol.think_close, protocol.end) if id is not None} | set(tools)
-    )
+    return open_stage(folder, DATASET, fingerprint, settings.as_dict(), settings.fresh)
 
 
 if __name__ == "__main__":

@@ -1,8 +1,4 @@
-"""The training index, the split, packing, and packs read from mapped shards.
-
-Nothing is copied: the index says where each sequence lies. An epoch's plan is a list of packs (sequence numbers) that
-comes from the seed alone, so every rank and every resumed run computes the same one.
-"""
+"""The training index: where each sequence lies in the shards, its length and its split. No state is copied."""
 
 import hashlib
 from collections import Counter
@@ -10,7 +6,8 @@ from dataclasses import dataclass, field
 from pathlib import Path
 
 import torch
-from safetensors.torch import load_file, save_file
+from safetensors import safe_open
+from safetensors.torch import save_file
 from torch import Tensor
 
 from common.dataset.shards import Shard
@@ -24,14 +21,14 @@ MIN_SUPERVISED = 2  # a loss position needs two tokens written by the target: it
 
 @dataclass
 class Index:
-    """One row a sequence: where it lies, how long it is (int tensors [n]), which split it is in."""
+    """One row per sequence, int64 [n]: where it lies, its length in tokens, its split."""
 
     shard: Tensor
     number: Tensor  # of the sequence in its shard
     start: Tensor  # first row in its shard
     length: Tensor
-    supervised: Tensor
-    split: Tensor
+    supervised: Tensor  # tokens written by the target
+    split: Tensor  # TRAIN or HELD_OUT
     shards: list[str] = field(default_factory=list)
 
     def save(self, path: Path) -> None:
@@ -41,24 +38,22 @@ class Index:
 
     @classmethod
     def load(cls, path: Path) -> "Index":
-        from safetensors import safe_open
-
         with safe_open(path, "pt") as file:
-            names = file.metadata()["shards"].split("\n")
-        return cls(**load_file(path), shards=names)
+            tensors = {name: file.get_tensor(name) for name in file.keys()}  # noqa: SIM118, not a dict
+            return cls(**tensors, shards=file.metadata()["shards"].split("\n"))
 
     def rows(self, split: int) -> list[int]:
         return torch.nonzero(self.split == split).flatten().tolist()
 
 
 class IndexBuilder:
-    """Reads shards one after the other into an index and counts what the target wrote."""
+    """Adds shards to an index, one after the other. `counts` int64 [V]: how often the target wrote each token."""
 
     def __init__(self, settings: Dataset, vocab_size: int):
         self.settings = settings
         self.counts = torch.zeros(vocab_size, dtype=torch.int64)
         self.dropped: Counter = Counter()
-        self.columns: list[Tensor] = []  # [6, n] a shard, in the order of Index
+        self.columns: list[Tensor] = []  # int64 [6, n] of each shard, in the order of Index
         self.names: list[str] = []
 
     def add(self, name: str, shard: Shard) -> None:
@@ -69,19 +64,19 @@ class IndexBuilder:
         offsets = torch.tensor(shard.offsets)
         start, whole = offsets[:-1], offsets.diff()
         length = whole.clamp_max(self.settings.sample_tokens)
-        supervised = written[start + length] - written[start]  # behind the cut nothing is trained on
+        supervised = written[start + length] - written[start]  # after the cut
 
-        kept = supervised >= MIN_SUPERVISED
-        if dropped := int((~kept).sum()):
+        usable = supervised >= MIN_SUPERVISED
+        if dropped := int((~usable).sum()):
             self.dropped[f"fewer than {MIN_SUPERVISED} tokens written by the target"] += dropped
         split = torch.tensor([HELD_OUT if held_out(f["question"], self.settings) else TRAIN for f in shard.facts])
         numbers = torch.arange(len(whole))
         columns = (torch.full_like(numbers, len(self.names)), numbers, start, length, supervised, split)
-        self.columns.append(torch.stack(columns)[:, kept])
+        self.columns.append(torch.stack(columns)[:, usable])
         self.names.append(name)
 
-        trained = kept & (split == TRAIN)
-        borders = torch.zeros(len(ids) + 1, dtype=torch.int32)  # sequences do not overlap: a running sum of 1 is inside
+        trained = usable & (split == TRAIN)
+        borders = torch.zeros(len(ids) + 1, dtype=torch.int32)  # +1 at starts, -1 at ends: the running sum is 1 inside
         borders.index_add_(0, start[trained], torch.ones_like(start[trained], dtype=torch.int32))
         borders.index_add_(0, (start + length)[trained], -torch.ones_like(start[trained], dtype=torch.int32))
         inside = borders.cumsum(0)[:-1] > 0
@@ -93,6 +88,6 @@ class IndexBuilder:
 
 
 def held_out(question: str, settings: Dataset) -> bool:
-    """Whether a question is kept for evaluation; by a stable hash, so that it is never in both splits."""
+    """Whether a question is held out for evaluation: by a stable hash, so that it is never in both splits."""
     value = int.from_bytes(hashlib.sha256(f"{SPLIT_SEED}:{question}".encode()).digest()[:8], "big")
     return value < settings.holdout_share * 2**64

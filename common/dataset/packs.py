@@ -1,4 +1,4 @@
-"""Packs: several streams trained as one batch; how they are planned, read and prefetched."""
+"""Packs: several streams trained as one batch; how streams are packed, read and prefetched."""
 
 import random
 from collections.abc import Callable, Iterable, Iterator
@@ -14,7 +14,7 @@ from common.dataset.index import Index
 from common.dataset.loss_positions import LossPositions, loss_positions
 from common.dataset.shards import Shard
 
-PACK_WINDOW = 512  # sequences that are packed together by length; whole epochs would put equal lengths side by side
+PACK_GROUP = 512  # sequences packed together, longest first; in larger groups a pack would hold only similar lengths
 
 
 @dataclass
@@ -39,43 +39,44 @@ class Pack:
         return replace(self, **{name: getattr(self, name).to(device, non_blocking=True) for name in names})
 
 
-def plan_packs(rows: list[int], lengths: list[int], pack_tokens: int, seed: int | None) -> list[list[int]]:
-    """Packs of rows with at most `pack_tokens` tokens each: first-fit decreasing inside shuffled windows.
+def pack_sequences(rows: list[int], lengths: list[int], pack_tokens: int, seed: int | None) -> list[list[int]]:
+    """Packs of rows with at most `pack_tokens` tokens each: first-fit decreasing inside groups of shuffled rows.
 
-    seed None keeps the order of the rows' windows (evaluation).
+    seed None keeps the order of the groups (evaluation). The result depends on nothing else, so that every rank and
+    every resumed run computes the same packs.
     """
     order = list(rows)
     rng = random.Random(seed) if seed is not None else None
     if rng:
         rng.shuffle(order)
     packs: list[list[int]] = []
-    for at in range(0, len(order), PACK_WINDOW):
-        window: list[list[int]] = []
+    for start in range(0, len(order), PACK_GROUP):
+        group: list[list[int]] = []
         room: list[int] = []
-        for row in sorted(order[at : at + PACK_WINDOW], key=lambda r: -lengths[r]):
+        for row in sorted(order[start : start + PACK_GROUP], key=lambda r: -lengths[r]):
             fit = next((i for i, free in enumerate(room) if lengths[row] <= free), None)
             if fit is None:
-                window.append([row])
+                group.append([row])
                 room.append(pack_tokens - lengths[row])
             else:
-                window[fit].append(row)
+                group[fit].append(row)
                 room[fit] -= lengths[row]
-        packs += window
+        packs += group
     if rng:
         rng.shuffle(packs)
     return packs
 
 
-def one_ahead(read: Callable, wanted: Iterable) -> Iterator:
-    """read(x) for each x, by a thread that is one ahead, so that nobody waits for the disk."""
+def prefetch(read: Callable, items: Iterable) -> Iterator:
+    """read(item) for each item, computed by a thread that is one item ahead, so that training never waits for disk."""
     with ThreadPoolExecutor(1) as pool:
-        coming = None
-        for each in wanted:
-            ready, coming = coming, pool.submit(read, each)
+        pending = None
+        for item in items:
+            ready, pending = pending, pool.submit(read, item)
             if ready is not None:
                 yield ready.result()
-        if coming is not None:
-            yield coming.result()
+        if pending is not None:
+            yield pending.result()
 
 
 class Packs:
@@ -86,45 +87,44 @@ class Packs:
         self.lengths = index.length.tolist()
         self._shard = lru_cache(maxsize=64)(lambda number: Shard(folder / index.shards[number]))
 
-    def plan(self, split: int, seed: int | None) -> list[list[int]]:
-        return plan_packs(self.index.rows(split), self.lengths, self.pack_tokens, seed)
+    def pack_split(self, split: int, seed: int | None) -> list[list[int]]:
+        """The rows of each pack of one pass over a split."""
+        return pack_sequences(self.index.rows(split), self.lengths, self.pack_tokens, seed)
 
-    def ahead(self, plan: Iterable[list[int]]) -> Iterator[Pack]:
-        """The packs of a plan, each read while the one before is in use."""
-        return one_ahead(self.load, plan)
+    def prefetch(self, packs: Iterable[list[int]]) -> Iterator[Pack]:
+        """These packs, each read while the one before is in use."""
+        return prefetch(self.load, packs)
 
     def load(self, rows: list[int]) -> Pack:
         """The pack of these sequences."""
-        parts = {"input_ids": [], "loss_mask": [], "aux_hidden": [], "last_hidden": []}
+        columns = {"input_ids": [], "loss_mask": [], "aux_hidden": [], "last_hidden": []}
         ids = []
         for row in rows:
             shard, number = self.find(row)
             start = shard.offsets[number]
-            for name, tensors in parts.items():
+            for name, tensors in columns.items():
                 tensors.append(shard.read(name, start, start + self.lengths[row]))
             ids.append(shard.facts[number]["id"])
-        tensors = {name: torch.cat(values) for name, values in parts.items()}
-        return Pack(
-            tensors["input_ids"].long(),
-            tensors["loss_mask"].bool(),
-            tensors["aux_hidden"],
-            tensors["last_hidden"],
-            torch.tensor([0] + [self.lengths[row] for row in rows]).cumsum(0),
-            ids,
-        )
+        tensors = {name: torch.cat(values) for name, values in columns.items()}
+        tensors |= {"input_ids": tensors["input_ids"].long(), "loss_mask": tensors["loss_mask"].bool()}
+        return Pack(**tensors, offsets=torch.tensor([0] + [self.lengths[row] for row in rows]).cumsum(0), ids=ids)
 
     def find(self, row: int) -> tuple[Shard, int]:
-        """The shard with a sequence's states, and its number there."""
-        return self._shard(int(self.index.shard[row])), int(self.index.number[row])
+        """The shard with a sequence's states, and its number in that shard."""
+        return self._location(row)
 
     def facts(self, row: int) -> dict:
-        """What stage 02 noted of a sequence."""
-        return self._shard(int(self.index.shard[row])).facts[int(self.index.number[row])]
+        """What stage 02 noted about a sequence."""
+        shard, number = self._location(row)
+        return shard.facts[number]
+
+    def _location(self, row: int) -> tuple[Shard, int]:
+        return self._shard(int(self.index.shard[row])), int(self.index.number[row])
 
     def token_pairs(self, split: int) -> Iterator[tuple[Tensor, Tensor]]:
         """(previous token, written token) of every token that the target wrote, a sequence at a time."""
         for row in self.index.rows(split):
-            shard, start = self._shard(int(self.index.shard[row])), int(self.index.start[row])
+            (shard, _), start = self._location(row), int(self.index.start[row])
             ids = shard.read("input_ids", start, start + self.lengths[row]).long()
             mask = shard.read("loss_mask", start, start + self.lengths[row]).bool()
             yield ids[:-1][mask[1:]], ids[1:][mask[1:]]

@@ -1,4 +1,4 @@
-"""Shards of hidden states: written in one pass at their final places, read by slices, verified.
+"""Shards of hidden states: written in one pass at their final offsets, read by slices, verified.
 
     input_ids int32 [T]        loss_mask uint8 [T]      offsets int64 [n+1]    sequences lie end to end, no padding
     aux_hidden bf16 [T, A*H]   last_hidden bf16 [T, H] (before the target's final norm)
@@ -42,8 +42,8 @@ class ShardWriter:
         self.path, self.kind, self.streams = path, kind, streams
         self.temporary = path.with_name(f".{path.name}.tmp-{os.getpid()}")
         self.offsets = torch.tensor([0] + [len(s) for s in streams]).cumsum(0)
-        self.waiting = {stream.id: i for i, stream in enumerate(streams)}
-        self.lost: set[int] = set()
+        self.missing = {stream.id: i for i, stream in enumerate(streams)}
+        self.dropped: set[int] = set()
         header, self.starts, size = shard_header(kind, streams)
         self.file = os.open(self.temporary, os.O_RDWR | os.O_CREAT | os.O_TRUNC, 0o644)
         os.truncate(self.file, size)
@@ -51,9 +51,9 @@ class ShardWriter:
         self._put(self.starts["offsets"], _bytes(self.offsets))
 
     def write(self, id: str, states: States) -> None:
-        """Put one sequence's ids, mask and states to their places."""
-        at = self.waiting.pop(id)
-        stream, row = self.streams[at], int(self.offsets[at])
+        """Write one sequence's ids, mask and states at their offsets."""
+        number = self.missing.pop(id)
+        stream, row = self.streams[number], int(self.offsets[number])
         self._put(self.starts["input_ids"] + 4 * row, stream.ids.tobytes())
         self._put(self.starts["loss_mask"] + row, stream.mask.tobytes())
         for name, tensor in self._stored(states).items():
@@ -66,15 +66,15 @@ class ShardWriter:
         return {"aux_hidden": aux, "aux_scale": scale, "last_hidden": states.last}
 
     def drop(self, id: str) -> None:
-        """Leave out a sequence whose states could not be had."""
-        self.lost.add(self.waiting.pop(id))
+        """Leave out a sequence that has no usable states."""
+        self.dropped.add(self.missing.pop(id))
 
     def complete(self) -> bool:
-        return not self.waiting
+        return not self.missing
 
     def finish(self, keep_empty: bool = False) -> bool:
-        """Sync, rename; False when every sequence was dropped and there is no shard (`keep_empty`: one of none)."""
-        if self.lost:
+        """Sync, rename. If all sequences were dropped: no file and False, or with `keep_empty` an empty shard."""
+        if self.dropped:
             return self._compact(keep_empty)
         os.fsync(self.file)
         os.close(self.file)
@@ -83,39 +83,39 @@ class ShardWriter:
         return True
 
     def _compact(self, keep_empty: bool) -> bool:
-        """Copy the sequences that came into a shard without the dropped ones."""
+        """Copy the written sequences into a shard without the dropped ones."""
         os.close(self.file)
-        kept = [stream for i, stream in enumerate(self.streams) if i not in self.lost]
+        streams = [stream for i, stream in enumerate(self.streams) if i not in self.dropped]
         os.rename(self.temporary, whole := self.temporary.with_name(f"{self.temporary.name}.whole"))
         try:
-            if not kept and not keep_empty:
+            if not streams and not keep_empty:
                 return False
-            compact = ShardWriter(self.path, kept, self.kind)
+            compact = ShardWriter(self.path, streams, self.kind)
             with open(whole, "rb") as source:
-                for at, stream in enumerate(self.streams):
-                    if at not in self.lost:
-                        compact._copy(source, self.starts, int(self.offsets[at]), stream)
+                for number, stream in enumerate(self.streams):
+                    if number not in self.dropped:
+                        compact._copy(source, self.starts, int(self.offsets[number]), stream)
             return compact.finish()
         finally:
             whole.unlink()
 
     def _copy(self, source, starts: dict[str, int], row: int, stream: Stream) -> None:
         """Copy one sequence's rows out of another shard file of the same kind."""
-        to = int(self.offsets[self.waiting.pop(stream.id)])
+        target = int(self.offsets[self.missing.pop(stream.id)])
         for name, width in self.kind.row_bytes().items():
             source.seek(starts[name] + row * width)
-            self._put(self.starts[name] + to * width, source.read(len(stream) * width))
+            self._put(self.starts[name] + target * width, source.read(len(stream) * width))
 
     def abandon(self) -> None:
         """Close and remove the unfinished file."""
         os.close(self.file)
         self.temporary.unlink(missing_ok=True)
 
-    def _put(self, at: int, data) -> None:
+    def _put(self, offset: int, data) -> None:
         view = memoryview(data).cast("B")
         while view:
-            written = os.pwrite(self.file, view, at)
-            view, at = view[written:], at + written
+            written = os.pwrite(self.file, view, offset)
+            view, offset = view[written:], offset + written
 
 
 class Shard:
@@ -144,7 +144,7 @@ class Shard:
         return rows
 
     def checksums(self) -> dict[str, int]:
-        """By id, the CRC-32 of each sequence's token ids, as common/extraction/streams.py has it of the record."""
+        """By id, the CRC-32 of each sequence's token ids; RecordLocation.crc is the same figure of the record."""
         ids = self.file.get_tensor("input_ids").numpy()
         spans = zip(self.offsets, self.offsets[1:], strict=False)
         return {facts["id"]: zlib.crc32(ids[a:b]) for facts, (a, b) in zip(self.facts, spans, strict=True)}

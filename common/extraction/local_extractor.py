@@ -17,7 +17,8 @@ from common.pipeline.errors import UserError
 from common.pipeline.settings import Extract, Target
 from common.target.local_model import load_model
 
-WINDOW = 16  # batches that are sorted by length together
+SORTED_BATCHES = 16  # streams of about this many batches are sorted by length together
+TYPICAL_TOKENS = 512  # of a stream
 
 
 class LocalExtractor:
@@ -40,53 +41,43 @@ class LocalExtractor:
         """Nothing to close: the model is freed with this object."""
 
     def probe(self, stream: Stream) -> None:
-        """Nothing to ask: the model was built from this config's own files."""
+        """Nothing to check: the model was loaded from the files that this config names."""
 
     def states(self, streams: Iterable[Stream]) -> Iterator[tuple[Stream, States | ExtractError]]:
-        """States of each stream; a window of streams is sorted by length so that batches waste little padding."""
+        """States of each stream; groups of streams are sorted by length so that batches waste little padding."""
         streams = iter(streams)
-        while window := list(islice(streams, self._window(64))):
-            window.sort(key=len)
-            while window:
-                batch = self._take_batch(window)
+        group_size = max(1, SORTED_BATCHES * self.batch_tokens // TYPICAL_TOKENS)
+        while group := sorted(islice(streams, group_size), key=len):
+            while group:
+                size = max(1, self.batch_tokens // len(group[-1]))  # with padding to the longest
+                batch, group = group[-size:], group[:-size]
                 yield from zip(batch, self._forward(batch), strict=True)
-
-    def _window(self, typical_tokens: int) -> int:
-        return max(1, WINDOW * self.batch_tokens // (typical_tokens * 8))
-
-    def _take_batch(self, window: list[Stream]) -> list[Stream]:
-        """Pop the longest streams that fit `batch_tokens` with their padding; one at least."""
-        longest = len(window[-1])
-        size = max(1, self.batch_tokens // longest)
-        batch = window[-size:]
-        del window[-size:]
-        return batch
 
     @torch.inference_mode()
     def _forward(self, batch: list[Stream]) -> list[States]:
-        """One forward: padding stands on the right, where causal attention never looks at it, so no mask is needed."""
+        """One forward: padding is on the right, where causal attention never reads it, so no mask is needed."""
         width = max(map(len, batch))
         ids = torch.zeros(len(batch), width, dtype=torch.long)
         for row, stream in zip(ids, batch, strict=True):
             row[: len(stream)] = torch.frombuffer(stream.ids, dtype=torch.int32)
-        kept: dict[int | str, Tensor] = {}
+        inputs: dict[int | str, Tensor] = {}
         hooks = [
-            self.decoder.layers[k].register_forward_pre_hook(_keep_input(kept, k), with_kwargs=True)
+            self.decoder.layers[k].register_forward_pre_hook(_keep_input(inputs, k), with_kwargs=True)
             for k in self.aux_layers
         ]
-        hooks.append(self.decoder.norm.register_forward_pre_hook(_keep_input(kept, "last"), with_kwargs=True))
+        hooks.append(self.decoder.norm.register_forward_pre_hook(_keep_input(inputs, "last"), with_kwargs=True))
         try:
             self.decoder(input_ids=ids.to(self.device), use_cache=False)
         finally:
             for hook in hooks:
                 hook.remove()
-        aux = torch.cat([kept[k].to(torch.bfloat16).cpu() for k in self.aux_layers], dim=-1)
-        last = kept["last"].to(torch.bfloat16).cpu()
+        aux = torch.cat([inputs[k].to(torch.bfloat16).cpu() for k in self.aux_layers], dim=-1)
+        last = inputs["last"].to(torch.bfloat16).cpu()
         return [States(aux[i, : len(s)], last[i, : len(s)]) for i, s in enumerate(batch)]
 
 
-def _keep_input(kept: dict, key):
+def _keep_input(inputs: dict, key: int | str):
     def hook(module, args, kwargs):
-        kept[key] = args[0] if args else kwargs["hidden_states"]
+        inputs[key] = args[0] if args else kwargs["hidden_states"]
 
     return hook

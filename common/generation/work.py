@@ -11,7 +11,7 @@ from pathlib import Path
 from common.generation.engine import Sampling
 from common.generation.record_folder import StoredRecords
 from common.pipeline.files import digest, sha256
-from common.pipeline.node_share import WHOLE, Part
+from common.pipeline.node_share import WHOLE, NodeShare
 from common.pipeline.settings import Generate, Questions
 from common.questions.conversations import Unusable
 from common.questions.questions import Question, Skipped
@@ -55,7 +55,7 @@ class PendingConversations:
         protocol: Protocol,
         records: StoredRecords,
         n: int | None = None,
-        part: Part = WHOLE,
+        part: NodeShare = WHOLE,
     ):
         self.settings, self.protocol, self.records, self.n, self.part = settings, protocol, records, n, part
         self.numbered, self.finished = 0, False

@@ -87,7 +87,7 @@ def say(line: str = "") -> None:
 
 
 def table(rows: list[tuple[str, str]]) -> None:
-    """Print aligned `name  value` lines: a plan or a summary."""
+    """Print aligned `name  value` lines."""
     width = max(len(name) for name, _ in rows)
     for name, value in rows:
         say(f"  {name:<{width}}  {value}")
@@ -111,7 +111,7 @@ def percentiles(values, form: str) -> str:
 
 
 def gb(size: int, up: bool = False) -> str:
-    """Bytes as people write them in `--window`; `up`: rounded up, so that a size that is advised is enough."""
+    """Bytes as people write them in `--window`; `up`: rounded up, for a size that must be enough."""
     unit, digits, name = (10**9, 1, "GB") if size >= 1e8 else (10**6, 2, "MB")
     steps = Fraction(size * 10**digits, unit)
     return f"{(math.ceil(steps) if up else round(steps)) / 10**digits:.{digits}f} {name}"

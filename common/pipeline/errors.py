@@ -9,7 +9,7 @@ import os
 import sys
 from collections.abc import Callable
 
-# What a path that the user named can be, other than missing: that one has messages of its own.
+# OS errors caused by a path that the user gave. ENOENT is not listed because it is reported where it occurs.
 USERS_PATHS = (errno.EACCES, errno.EPERM, errno.EROFS, errno.ENOTDIR, errno.EISDIR, errno.EEXIST, errno.ENAMETOOLONG)
 
 
@@ -26,20 +26,20 @@ class TooManyFailures(UserError):
 
 
 class SafetyStop(UserError):
-    """A check against the target's own behaviour failed, or a resource ran out: going on would store wrong data."""
+    """A check against the target failed, or a resource ran out: continuing would store wrong data."""
 
     exit_code = 3
 
 
 def guarded(main: Callable[[], int | None]) -> None:
-    """Run `main` as a process: one line on stderr for a user's mistake, a traceback only for our own bugs."""
+    """Run `main` and exit: one line on stderr for a user's mistake, a traceback only for our own bugs."""
     try:
         code = main() or 0
         sys.stdout.flush()
     except UserError as error:
         print(f"error: {error}", file=sys.stderr)
         code = error.exit_code
-    except BrokenPipeError:  # `| head` closed the pipe; nothing is left to say, not even at interpreter exit
+    except BrokenPipeError:  # `| head` closed the pipe: print nothing more, not even at interpreter exit
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         code = 1
     except OSError as error:
@@ -52,6 +52,6 @@ def guarded(main: Callable[[], int | None]) -> None:
         else:
             raise
     except KeyboardInterrupt:
-        print("interrupted: everything finished is kept; the same command goes on from here", file=sys.stderr)
+        print("interrupted: everything finished is kept; the same command resumes", file=sys.stderr)
         code = 130
     sys.exit(code)

@@ -26,7 +26,7 @@ def atomic_path(path: Path) -> Iterator[Path]:
 
 @contextmanager
 def atomic_folder(folder: Path) -> Iterator[Path]:
-    """A temporary folder beside `folder`, empty at first; it replaces `folder`, durably, when the block ends.
+    """A temporary folder beside `folder`; it replaces `folder`, durably, when the block ends.
 
     An error inside the block leaves `folder` as it was and removes the temporary one.
     """
@@ -38,7 +38,7 @@ def atomic_folder(folder: Path) -> Iterator[Path]:
         for path in temporary.rglob("*"):
             sync(path)
         sync(temporary)
-        shutil.rmtree(folder, ignore_errors=True)  # a kill right here leaves none; every caller can build it again
+        shutil.rmtree(folder, ignore_errors=True)  # killed here: no folder, which the next run builds again
         os.rename(temporary, folder)
         sync(folder.parent)
     finally:
@@ -88,7 +88,7 @@ def read_json(path: Path):
 
 
 def check_free_space(folder: Path, wanted_bytes: int) -> None:
-    """Raise SafetyStop unless `folder` can take so many more bytes."""
+    """Raise SafetyStop unless `wanted_bytes` are free on the disk of `folder`."""
     existing = next(p for p in (folder, *folder.absolute().parents) if p.exists())
     free = shutil.disk_usage(existing).free
     if free < wanted_bytes:

@@ -1,4 +1,4 @@
-"""JSON lines on disk: a torn last line is repaired, errors name file and line, long lists are split into parts."""
+"""JSONL files: a torn last line is repaired, errors name file and line, long lists are split into part files."""
 
 import json
 import os
@@ -17,9 +17,9 @@ def repair_jsonl(path: Path) -> int:
         while end > 0:
             start = max(0, end - 65536)
             file.seek(start)
-            at = file.read(end - start).rfind(b"\n")
-            if at >= 0:
-                end = start + at + 1
+            line_feed = file.read(end - start).rfind(b"\n")
+            if line_feed >= 0:
+                end = start + line_feed + 1
                 break
             end = start
         if end < size:
@@ -34,8 +34,8 @@ def read_jsonl(path: Path) -> Iterator[dict]:
 
 
 def read_jsonl_at(path: Path) -> Iterator[tuple[int, dict]]:
-    """The same, each with the byte offset where it begins."""
-    at = 0
+    """As read_jsonl, each record with the byte offset of its line."""
+    offset = 0
     with open(path, "rb") as file:
         for number, line in enumerate(file, 1):
             try:
@@ -45,8 +45,8 @@ def read_jsonl_at(path: Path) -> Iterator[tuple[int, dict]]:
                 raise UserError(f"{path}:{number}: {torn}") from None
             if not isinstance(record, dict):
                 raise UserError(f"{path}:{number}: a record must be a JSON object, not {type(record).__name__}")
-            yield at, record
-            at += len(line)
+            yield offset, record
+            offset += len(line)
 
 
 def json_line(record: dict) -> bytes:
@@ -77,19 +77,19 @@ class JsonlParts:
             yield from read_jsonl(path)
 
     def append(self, record: dict) -> None:
-        """Write one record as one line and hand it to the kernel: a killed process loses nothing that it appended."""
+        """Write one record as one line, unbuffered: a killed process loses nothing that it appended."""
         if self.records >= self.part_records:
             self.close()
             self.index, self.records = self.index + 1, 0
         if self.file is None:
             self.file = open(self.folder / f"{self.prefix}-{self.index:05d}.jsonl", "ab", buffering=0)  # noqa: SIM115
         line = memoryview(json_line(record))
-        while line:  # a disk that is just full takes half a line; the next write raises
+        while line:  # a disk that runs full takes half a line; the next write raises
             line = line[self.file.write(line) :]
         self.records += 1
 
     def handle_to_sync(self) -> int | None:
-        """A descriptor of the open part for `os.fsync` in another thread; the caller closes it."""
+        """A descriptor of the open part file for `os.fsync` in another thread; the caller closes it."""
         return os.dup(self.file.fileno()) if self.file is not None else None
 
     def close(self) -> None:

@@ -1,4 +1,4 @@
-"""A stage's folder: its manifest, how a stage starts or resumes in it, and the lock that one process holds.
+"""A stage's folder: its manifest, how a stage starts or resumes in it, and its lock.
 
 Every stage writes under a temporary name, syncs and renames, so that a partial file never has a final name. It resumes
 only under the same fingerprint, verifies files before it trusts them, and never deletes without saying so.
@@ -25,7 +25,7 @@ SYNTHETIC, HIDDEN, DATASET, DRAFT = "01_synthetic", "02_hidden", "03_dataset", "
 
 @dataclass
 class Manifest:
-    """What a stage's folder holds: the fingerprint it was made under, its files with size and SHA-256, its counts."""
+    """What a stage's folder holds: the fingerprint of its settings and inputs, files with size and SHA-256, counts."""
 
     stage: str
     fingerprint: dict
@@ -45,10 +45,10 @@ class Manifest:
 
     @classmethod
     def load(cls, folder: Path, stage: str) -> "Manifest":
-        """The manifest of a stage's folder; raises UserError when it is missing, foreign or of another format."""
+        """The manifest of a stage's folder; raises UserError when it is missing or of another stage or format."""
         path = folder / MANIFEST
         if not path.exists():
-            raise UserError(f"no {MANIFEST} in {folder}: run the stage that makes it first ({stage})")
+            raise UserError(f"no {MANIFEST} in {folder}: run stage {stage[:2]} first ({stage})")
         value = read_json(path)
         try:
             manifest = cls(**value)
@@ -84,7 +84,7 @@ def open_stage(folder: Path, stage: str, fingerprint: dict, settings: dict, fres
         os.rename(folder, aside)
         print(f"{folder} set aside as {aside}")
     folder.mkdir(parents=True, exist_ok=True)
-    for leftover in folder.glob(".*.tmp-*"):  # left by a killed process; no other runs, as the caller holds the lock
+    for leftover in folder.glob(".*.tmp-*"):  # of a killed process: the caller holds the lock
         leftover.unlink()
     if not (folder / MANIFEST).exists():
         manifest = Manifest(stage, fingerprint, settings)
@@ -97,7 +97,7 @@ def open_stage(folder: Path, stage: str, fingerprint: dict, settings: dict, fres
 
 
 def check_fingerprint(folder: Path, stored: dict, wanted: dict) -> None:
-    """Raise UserError that lists each setting in which a stored run differs from the wanted one."""
+    """Raise UserError that lists each setting in which a stored run differs from this one."""
     differences = [
         f"{key}: {stored.get(key, 'absent')!r} there, {wanted.get(key, 'absent')!r} now"
         for key in sorted(stored.keys() | wanted.keys())
@@ -112,7 +112,7 @@ def check_fingerprint(folder: Path, stored: dict, wanted: dict) -> None:
 
 @contextmanager
 def stage_lock(folder: Path) -> Iterator[None]:
-    """Keep other processes out of the folder. The lock ends with the process, so a kill leaves nothing to clean up."""
+    """Keep other processes out of the folder. A killed process loses its lock, so there is nothing to clean up."""
     folder.mkdir(parents=True, exist_ok=True)
     lock = FileLock(folder / ".lock", blocking=False)
     try:

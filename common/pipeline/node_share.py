@@ -1,9 +1,10 @@
-"""A stage split over nodes: `--part 2/3` does a third of the samples, chosen by their ids, in a folder of its own.
+"""A stage split over several nodes: `--part 2/3` does a third of the samples, chosen by their ids.
 
     RUN/01_synthetic/part-1-of-3/{manifest.json, part-00000.jsonl, ...}    RUN/01_synthetic/part-2-of-3/...
 
-Nothing is merged on disk: the next stage reads the parts as one stage through `load_stage`, whose manifest names files
-as `part-1-of-3/part-00000.jsonl`. The samples are those of an unsplit run, whatever the number of parts.
+Each node share has a folder of its own, and nothing is merged on disk: the next stage reads all of them as one stage
+through `load_stage`, whose manifest names files as `part-1-of-3/part-00000.jsonl`. Together the shares hold the samples
+of an unsplit run, whatever their number.
 """
 
 import re
@@ -14,10 +15,10 @@ from common.pipeline.errors import UserError
 from common.pipeline.manifest import MANIFEST, Manifest, check_fingerprint
 
 FOLDER = re.compile(r"part-(\d+)-of-(\d+)")
-HELP = "I/N: only this share of the samples, in a folder of its own; the next stage reads all N as one"
+PART_HELP = "I/N: only this share of the samples, in a folder of its own; the next stage reads all N as one"
 
 
-class Part(NamedTuple):
+class NodeShare(NamedTuple):
     """Share `number` (from 1) of `count`."""
 
     number: int
@@ -28,41 +29,43 @@ class Part(NamedTuple):
         return int(id, 16) % self.count == self.number - 1
 
 
-WHOLE = Part(1, 1)
+WHOLE = NodeShare(1, 1)
 
 
-def parse_part(text: str | None) -> Part:
-    """The share that `--part` names; raises UserError for one that is none."""
+def parse_node_share(text: str | None) -> NodeShare:
+    """The share that `--part` names; raises UserError for an invalid one."""
     if text is None:
         return WHOLE
     match = re.fullmatch(r"(\d+)/(\d+)", text)
     if not match or not 1 <= int(match[1]) <= int(match[2]):
         raise UserError(f"--part {text}: must be I/N with 1 <= I <= N, as in --part 2/3")
-    return Part(int(match[1]), int(match[2]))
+    return NodeShare(int(match[1]), int(match[2]))
 
 
-def stage_folder(stage: Path, part: Part) -> Path:
-    """Where this share's files go; raises UserError where the stage is there in another split."""
-    counts = {count for count, _ in _parts(stage)} | ({1} if (stage / MANIFEST).exists() else set())
-    if counts - {part.count}:
-        there = "as one" if 1 in counts else f"in {max(counts - {part.count})} parts"
-        wanted = "as one" if part.count == 1 else f"in {part.count}"
-        raise UserError(f"{stage} was made {there}, not {wanted}; go on in that split, or use another --run-dir")
-    return stage if part.count == 1 else stage / f"part-{part.number}-of-{part.count}"
+def stage_folder(stage: Path, share: NodeShare) -> Path:
+    """The folder for the files of this share; raises UserError where the stage was begun with another split."""
+    counts = {count for count, _ in _share_folders(stage)} | ({1} if (stage / MANIFEST).exists() else set())
+    if other := counts - {share.count}:
+        stored = "as one" if 1 in other else f"in {max(other)} parts"
+        wanted = "as one" if share.count == 1 else f"in {share.count}"
+        raise UserError(f"{stage} was made {stored}, not {wanted}; use the same --part, or another --run-dir")
+    return stage if share.count == 1 else stage / f"part-{share.number}-of-{share.count}"
 
 
 def load_stage(folder: Path, stage: str) -> Manifest:
-    """The manifest of a stage, its parts as one; raises UserError for a part that is missing or of other settings."""
-    parts = _parts(folder)
-    if not parts or (folder / MANIFEST).exists():
+    """The manifest of a stage, all node shares as one; raises UserError for a missing share or differing settings."""
+    shares = _share_folders(folder)
+    if not shares or (folder / MANIFEST).exists():
         return Manifest.load(folder, stage)
-    count = max(count for count, _ in parts)
-    missing = [number for number in range(1, count + 1) if not (folder / f"part-{number}-of-{count}").is_dir()]
-    if missing or len(parts) != count:
-        lost = ", ".join(f"part-{number}-of-{count}" for number in missing) or "parts of one split only"
-        raise UserError(f"{folder} lacks {lost}; run them with --part, or copy them here")
+    count = max(count for count, _ in shares)
+    names = {path.name for _, path in shares}
+    missing = [name for i in range(count) if (name := f"part-{i + 1}-of-{count}") not in names]
+    if missing:
+        raise UserError(f"{folder} lacks {', '.join(missing)}; run them with --part, or copy them here")
+    if len(shares) > count:
+        raise UserError(f"{folder} mixes two splits; keep the part-I-of-{count} folders and move the others away")
     merged = None
-    for _, path in parts:
+    for _, path in shares:
         manifest = Manifest.load(path, stage)
         files = {f"{path.name}/{name}": facts for name, facts in manifest.files.items()}
         if merged is None:
@@ -72,25 +75,25 @@ def load_stage(folder: Path, stage: str) -> Manifest:
         check_fingerprint(path, manifest.fingerprint, merged.fingerprint)
         merged.files |= files
         merged.complete &= manifest.complete
-        merged.counts = _sum(merged.counts, manifest.counts)
+        merged.counts = _add_counts(merged.counts, manifest.counts)
     return merged
 
 
 def stage_files(folder: Path, pattern: str) -> list[Path]:
-    """The files of a stage in their order, those of its parts after one another."""
-    return [path for place in (folder, *(part for _, part in _parts(folder))) for path in sorted(place.glob(pattern))]
+    """The files of a stage in their order, node share by node share."""
+    folders = (folder, *(path for _, path in _share_folders(folder)))
+    return [path for each in folders for path in sorted(each.glob(pattern))]
 
 
-def _parts(folder: Path) -> list[tuple[int, Path]]:
-    """(parts of the split, folder) of each part, in order; folders that --fresh set aside have other names."""
-    found = [(match, path) for path in folder.glob("part-*-of-*") if (match := FOLDER.fullmatch(path.name))]
-    found = [item for item in found if (item[1] / MANIFEST).exists()]
-    found.sort(key=lambda item: (int(item[0][2]), int(item[0][1])))
-    return [(int(match[2]), path) for match, path in found]
+def _share_folders(folder: Path) -> list[tuple[int, Path]]:
+    """(number of shares, folder) of each node share, in order; folders that --fresh set aside do not match."""
+    matches = [(match, path) for path in folder.glob("part-*-of-*") if (match := FOLDER.fullmatch(path.name))]
+    shares = [(int(match[2]), int(match[1]), path) for match, path in matches if (path / MANIFEST).exists()]
+    return [(count, path) for count, _, path in sorted(shares)]
 
 
-def _sum(one: dict, other: dict) -> dict:
-    """Counts of two parts together: numbers add up, tables by key; means (nll, top1) are left out."""
+def _add_counts(one: dict, other: dict) -> dict:
+    """Counts of two node shares together: numbers add up, tables by key; means (nll, top1) are left out."""
     total = {}
     for key in one.keys() & other.keys():
         if isinstance(one[key], dict):

@@ -7,7 +7,7 @@ import torch
 from torch import Tensor
 
 from common.dataset.index import TRAIN
-from common.dataset.packs import Pack, Packs, one_ahead
+from common.dataset.packs import Pack, Packs, prefetch
 from common.pipeline.errors import SafetyStop
 from common.pipeline.settings import Train
 from common.training.ranks import Ranks
@@ -23,7 +23,7 @@ class PackOrder:
 
     def _packs(self, epoch: int) -> list[list[int]]:
         if epoch not in self.epochs:
-            self.epochs = {epoch: self.packs.plan(TRAIN, self.seed * 1_000_003 + epoch)}
+            self.epochs = {epoch: self.packs.pack_split(TRAIN, self.seed * 1_000_003 + epoch)}
             if len(self.borders) == epoch + 1:
                 self.borders.append(self.borders[epoch] + len(self.epochs[epoch]))
         return self.epochs[epoch]
@@ -56,7 +56,7 @@ def step_packs(order: PackOrder, step: int, settings: Train, ranks: Ranks) -> li
 
 def prefetched(packs: Packs, wanted: Iterator[list[list[int]]], device: str) -> Iterator[list[Pack]]:
     """The packs of each step on `device`, read by a thread while the step before is computed."""
-    return one_ahead(lambda rows: [packs.load(r).to(device) for r in rows], wanted)
+    return prefetch(lambda rows: [packs.load(r).to(device) for r in rows], wanted)
 
 
 def global_counts(batch: list[Pack], steps: int, ranks: Ranks) -> Tensor:

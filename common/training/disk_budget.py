@@ -15,14 +15,14 @@ from pathlib import Path
 
 import torch
 
-from common.dataset.disk_budget import POLL_S, STAGE, Window, find_window
+from common.dataset.disk_budget import POLL_S, DiskBudget, find_disk_budget
 from common.dataset.index import TRAIN, Index
-from common.dataset.packs import Packs, plan_packs
+from common.dataset.packs import Packs, pack_sequences
 from common.dataset.shards import Shard
 from common.pipeline.console import say
 from common.pipeline.errors import SafetyStop, UserError
 from common.pipeline.files import digest
-from common.pipeline.manifest import Manifest
+from common.pipeline.manifest import HIDDEN, Manifest
 from common.pipeline.settings import Train
 from common.training.held_out import HeldOut
 from common.training.ranks import Ranks, StopSignal
@@ -31,7 +31,7 @@ from common.training.ranks import Ranks, StopSignal
 class FollowedPacks(Packs):
     """Packs of a windowed run. `rounds`: the training rows of each round, in the order of the index."""
 
-    def __init__(self, window: Window, index: Index, pack_tokens: int):
+    def __init__(self, window: DiskBudget, index: Index, pack_tokens: int):
         super().__init__(window.folder, index, pack_tokens)  # the plan: lengths, facts, token pairs
         self.window = window
         self.round_of = [window.round_of(index.shards[shard]) for shard in index.shard.tolist()]
@@ -60,7 +60,7 @@ class FollowedPacks(Packs):
         """Shards of these rows that 02 has yet to write."""
         names = {self._name(row) for row in rows}
         if names - self.written:
-            self.written = set(Manifest.load(self.window.hidden, STAGE).files)
+            self.written = set(Manifest.load(self.window.hidden, HIDDEN).files)
         return names - self.written
 
     def with_states(self, rows: list[int]) -> list[int]:
@@ -103,7 +103,7 @@ class RoundOrder:
         for number, rows in enumerate(packs.rounds):
             for epoch in range(math.ceil(self.epochs)):
                 seed = settings.seed * 1_000_003 + number * math.ceil(self.epochs) + epoch
-                plan = plan_packs(rows, packs.lengths, packs.pack_tokens, seed)
+                plan = pack_sequences(rows, packs.lengths, packs.pack_tokens, seed)
                 self.packs += plan[: math.ceil(min(1.0, self.epochs - epoch) * len(plan))]
             borders.append(len(self.packs))
         steps = len(self.packs) // each
@@ -138,7 +138,7 @@ class RoundOrder:
 class Follower:
     """What a windowed run does beside an ordinary one: waits for shards, and releases those it is through with."""
 
-    def __init__(self, window: Window, index: Index, pack_tokens: int, settings: Train, ranks: Ranks):
+    def __init__(self, window: DiskBudget, index: Index, pack_tokens: int, settings: Train, ranks: Ranks):
         self.window, self.ranks = window, ranks
         self.packs = FollowedPacks(window, index, pack_tokens)
         self.order = RoundOrder(self.packs, settings)
@@ -188,17 +188,17 @@ class Follower:
             self.window.release(done, step)
 
 
-def follow(hidden: Path, dataset: Manifest, asked: bool, fresh: bool) -> Window | None:
+def follow(hidden: Path, dataset: Manifest, asked: bool, fresh: bool) -> DiskBudget | None:
     """The window that 04 is to follow, None of an ordinary run; raises UserError where `--follow` does not fit.
 
     `dataset`: 03's manifest; `fresh`: whether 04 is to start over.
     """
-    window = find_window(hidden)
+    window = find_disk_budget(hidden)
     if asked and not window:
         raise UserError(f"--follow: {hidden} has no plan of a window; leave --follow out, or extract with 02 --window")
     if window and not asked:
         raise UserError(f"{hidden} is a window over the shards, made by 02 --window: train with --follow, beside 02")
-    planned = window and digest({name: facts["sha256"] for name, facts in window.plan.files.items()})
+    planned = window and digest({name: facts["sha256"] for name, facts in window.schedule.files.items()})
     if window and dataset.fingerprint.get("shards") != planned:
         raise UserError(f"{window.folder} is not the plan that 03 read: rerun 03")
     if window and fresh and window.released_rounds():

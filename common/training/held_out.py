@@ -27,7 +27,7 @@ class HeldOut:
 
     @classmethod
     def of(cls, packs: Packs, think_open: int | None, think_close: int | None) -> "HeldOut":
-        return cls(packs, packs.plan(HELD_OUT, None), think_open, think_close)
+        return cls(packs, packs.pack_split(HELD_OUT, None), think_open, think_close)
 
     def replies(self, pack: Pack, right: Tensor, positions: Tensor) -> list[ReplySteps]:
         """right [K, P] of a pack, split into runs of neighbouring positions of one document."""
@@ -56,7 +56,7 @@ def evaluate(step: UnrolledStep, held_out: HeldOut, ranks: Ranks, steps: int) ->
     sums, counts = torch.zeros(steps, dtype=torch.float64), torch.zeros(steps, dtype=torch.int64)
     in_draft_vocab = step.in_draft_vocab.cpu()
     with unsharded(step):
-        for pack in held_out.packs.ahead(ranks.share(held_out.schedule)):
+        for pack in held_out.packs.prefetch(ranks.share(held_out.schedule)):
             result = step(pack.to(ranks.device), steps=steps)
             sums, counts = sums + result.loss_sums.double().cpu(), counts + result.counts.cpu()
             positions = pack.loss_positions.positions
@@ -111,7 +111,7 @@ def bigram_floor(packs: Packs, held_out: HeldOut, vocab_size: int, steps: int) -
     """The held-out acceptance of a bigram table built from the same training tokens."""
     bigram = Bigram(vocab_size, packs.token_pairs(TRAIN))
     replies = []
-    for pack in held_out.packs.ahead(held_out.schedule):
+    for pack in held_out.packs.prefetch(held_out.schedule):
         positions = pack.loss_positions.positions
         ends = pack.offsets[1:][torch.searchsorted(pack.offsets[1:], positions, right=True)]
         right = bigram.steps(pack.input_ids, 0, len(pack.input_ids), steps)[:, positions]

@@ -32,7 +32,7 @@ import torch  # noqa: E402
 from common.dataset.shard_layout import ShardKind  # noqa: E402
 from common.extraction import on_policy  # noqa: E402
 from common.extraction.local_extractor import LocalExtractor  # noqa: E402
-from common.extraction.loop import Extraction, plan_shards  # noqa: E402
+from common.extraction.loop import Extraction, assign_shards  # noqa: E402
 from common.extraction.on_policy import OnPolicyCheck  # noqa: E402
 from common.extraction.streams import StreamReader  # noqa: E402
 from common.extraction.vllm_extractor import VllmExtractor  # noqa: E402
@@ -80,9 +80,9 @@ class Bench:
         self.sizes = read_sizes(self.target)
         self.aux = self.sizes.aux_layers(())
         self.reader = StreamReader(work / "01", load_protocol(self.target), self.sizes.vocab_size, 0)
-        self.places = self.reader.places(None)
-        self.tokens = sum(place.tokens for place in self.places)
-        self.streams = list(self.reader.load(iter(self.places)))
+        self.locations = self.reader.locate(None)
+        self.tokens = sum(location.tokens for location in self.locations)
+        self.streams = list(self.reader.load(self.locations))
         self.tensors = read_tensors(self.target, "norm", "lm_head")
         self.kind = ShardKind(MODEL, "", self.sizes.hidden_size, self.aux)
         self.runs = 0
@@ -94,12 +94,12 @@ class Bench:
         folder.mkdir()
         check = OnPolicyCheck(self.tensors["norm"], self.tensors["lm_head"], self.sizes.eps)
         manifest, failures = Manifest("02_hidden", {}), JsonlParts(folder, prefix="failures")
-        plans = plan_shards(self.places, self.kind, self.settings.shard_gib, 0)
-        extraction = Extraction(folder, self.reader, extractor, self.kind, self.settings, check, manifest, failures)
+        shards = assign_shards(self.locations, self.kind, self.settings.shard_gib, 0)
+        extraction = Extraction(folder, self.reader, self.kind, check, manifest, failures)
         started = time.perf_counter()
-        extraction.run(plans)
+        extraction.run(extractor, shards)
         seconds = time.perf_counter() - started
-        assert extraction.failed == 0 and len(manifest.files) == len(plans)
+        assert extraction.failed == 0 and len(manifest.files) == len(shards)
         return seconds
 
 

@@ -72,7 +72,7 @@ def main() -> None:
         index_s, started = time.perf_counter() - started, time.perf_counter()
         index = Index.load(root / "index.safetensors")
         packs = Packs(root, index, settings.sample_tokens)
-        plans = [packs.plan(TRAIN, 0), packs.plan(HELD_OUT, None)]
+        plans = [packs.pack_split(TRAIN, 0), packs.pack_split(HELD_OUT, None)]
         plan_s = time.perf_counter() - started
     assert sum(len(pack) for plan in plans for pack in plan) == arguments.sequences
     assert len(kept) == settings.draft_vocab_size and len(table) == 5

@@ -1,4 +1,4 @@
-"""The arithmetic of a window: sizes, rounds, and the order of packs that is known before any state is there."""
+"""The arithmetic of a disk budget: sizes, rounds, and the order of packs that is known before any state is there."""
 
 import math
 import re
@@ -8,7 +8,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from common.dataset.disk_budget import parse_size, plan_rounds
+from common.dataset.disk_budget import assign_rounds, parse_size
 from common.pipeline.errors import UserError
 from common.pipeline.settings import Train
 from common.training.disk_budget import FollowedPacks, RoundOrder
@@ -23,14 +23,14 @@ def test_sizes():
 
 
 @given(st.lists(st.integers(1, 40) | st.integers(10**7, 10**10)), st.integers(2, 200))
-def test_rounds_fill_half_a_window_in_order(sizes, window):
+def test_rounds_fill_half_the_budget_in_order(sizes, window):
     if max(sizes, default=0) > window // 2:
-        with pytest.raises(UserError, match=r"half a window must hold a shard") as refused:
-            plan_rounds(sizes, window)
+        with pytest.raises(UserError, match=r"half the disk budget must hold a shard") as refused:
+            assign_rounds(sizes, window)
         advised = re.search(r"at least ([\d.]+ .B)", str(refused.value))[1]
-        assert len(plan_rounds(sizes, parse_size(advised))) == len(sizes)  # what is advised is enough
+        assert len(assign_rounds(sizes, parse_size(advised))) == len(sizes)  # what is advised is enough
         return
-    rounds = plan_rounds(sizes, window)
+    rounds = assign_rounds(sizes, window)
     filled = [sum(s for s, r in zip(sizes, rounds, strict=True) if r == number) for number in range(len(set(rounds)))]
     assert rounds == sorted(rounds) and set(rounds) == set(range(len(filled)))
     assert all(total <= window // 2 for total in filled)

@@ -9,7 +9,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from common.dataset.index import HELD_OUT, TRAIN, Index, IndexBuilder, held_out
-from common.dataset.packs import Packs, plan_packs
+from common.dataset.packs import Packs, pack_sequences
 from common.dataset.shard_layout import ShardKind
 from common.dataset.shards import Shard, ShardWriter, States
 from common.dataset.stream import Stream
@@ -117,25 +117,25 @@ def test_the_index_comes_back(index, tmp_path):
 @given(st.lists(st.integers(1, 50), max_size=120), st.integers(50, 90), st.none() | st.integers(0, 5))
 def test_packs_hold_each_row_once_within_the_budget(lengths, budget, seed):
     rows = list(range(len(lengths)))
-    packs = plan_packs(rows, lengths, budget, seed)
+    packs = pack_sequences(rows, lengths, budget, seed)
     assert sorted(row for pack in packs for row in pack) == rows
     assert all(0 < sum(lengths[row] for row in pack) <= budget for pack in packs)
-    assert packs == plan_packs(rows, lengths, budget, seed)
+    assert packs == pack_sequences(rows, lengths, budget, seed)
     halves = sum(2 * sum(lengths[row] for row in pack) > budget for pack in packs)
     assert len(packs) <= halves + 1  # first fit leaves at most one pack half empty
 
 
 def test_seeds_shuffle_rows_and_packs():
     lengths = [10 + i % 7 for i in range(400)]
-    plans = [plan_packs(list(range(400)), lengths, 64, seed) for seed in (0, 1)]
+    plans = [pack_sequences(list(range(400)), lengths, 64, seed) for seed in (0, 1)]
     assert plans[0] != plans[1] and plans[0][0] != plans[1][0]
     sizes = [sum(lengths[row] for row in pack) for pack in plans[0]]
     assert sum(sizes) / (64 * len(sizes)) > 0.9
 
 
 def test_only_the_named_rows_are_packed():
-    assert sorted(chain(*plan_packs([3, 5], [9] * 8, 9, 1))) == [3, 5]
-    assert plan_packs([], [1, 2], 9, 1) == []
+    assert sorted(chain(*pack_sequences([3, 5], [9] * 8, 9, 1))) == [3, 5]
+    assert pack_sequences([], [1, 2], 9, 1) == []
 
 
 def test_a_pack_is_exactly_the_stored_rows(index, tmp_path):

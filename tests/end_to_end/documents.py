@@ -73,7 +73,7 @@ PROMISES = [  # (pattern in a command as documented, patterns of what it must pr
     (r"01b.*--n \d+( --part \d/\d)?$", [r"^01b: \d+ new samples", r"failed +0$", "field: reasoning"]),
     (r"02.*--window", [r"^ +window +\d+ rounds"]),
     (r"02_extract\S+( --(config|n|part|extract-urls|window) \S+)*$", ["on policy .*first choice", r"failed +0$"]),
-    (r"03\S+( --config \S+)?$", ["^03 done", r"packs .*\d% full", "coverage "]),
+    (r"03\S+( --config \S+)?$", ["^03 done", r"longest +[\d,]+ tokens", "coverage "]),
     (r"torchrun.*04", ["^04 done", r"acceptance length, k=3 +\d\.\d{3}", r"untrained draft +\d", r"bigram floor +\d"]),
     (r"--check-export", ["servable with .*vLLM"]),
     (r"--export-only", ["^04 done", r"export +\S+/export: "]),

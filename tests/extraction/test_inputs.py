@@ -56,7 +56,7 @@ def test_replies_that_were_made_anew_under_the_same_ids_are_refused(place, windo
     for more in [()] if window else [(), ("--dry-run",)]:
         said = place.refused("02", *flags, *more)
         assert "other replies" in said and "--fresh" in said
-        assert window or f"2 samples are of other replies than the records hold now, the first is {5:064x}" in said
+        assert window or f"2 samples changed since their states were extracted, the first is {5:064x}" in said
     assert "36 to do" in place.done("02", *flags, "--fresh", "--dry-run")
     place.done("02", *flags, "--fresh")
     assert stored(place) == {r["id"]: (r["prompt_ids"] + r["output_ids"])[:LIMIT] for r in records}

@@ -10,9 +10,9 @@ from common.dataset.shard_layout import ShardKind
 from common.dataset.shards import States
 from common.dataset.stream import Stream
 from common.extraction.local_extractor import LocalExtractor
-from common.extraction.loop import find_fault, plan_shards
+from common.extraction.loop import assign_shards, find_fault
 from common.extraction.on_policy import OnPolicy
-from common.extraction.streams import Place, StreamReader
+from common.extraction.streams import RecordLocation, StreamReader
 from common.pipeline.settings import Extract, Target
 
 LAYERS, HIDDEN, DEPTH = (2, 15, 27), 576, 30
@@ -26,7 +26,7 @@ def array_of(ids) -> array:
 @pytest.fixture(scope="module")
 def streams(tiny_run, protocol) -> list[Stream]:
     reader = StreamReader(tiny_run / "01_synthetic", protocol, 49152, 0)
-    return list(reader.load(iter(reader.places(6))))
+    return list(reader.load(reader.locate(6)))
 
 
 @pytest.fixture
@@ -216,12 +216,12 @@ def test_verdict(changed, said):
     assert problem is None if said is None else said in problem
 
 
-# ---- plans ----
+# ---- shards ----
 
 
-def test_shards_are_planned_in_order_and_size():
-    places = [Place(f"id{i}", None, 0, tokens) for i, tokens in enumerate([50, 60, 10, 200, 5])]
+def test_streams_are_assigned_to_shards_in_order_and_size():
+    locations = [RecordLocation(f"id{i}", None, 0, tokens) for i, tokens in enumerate([50, 60, 10, 200, 5])]
     kind = ShardKind("t", "", 4, (1, 2))
-    plans = plan_shards(places, kind, 120 * kind.bytes_per_token() / 2**30, 7)
-    assert [plan.name for plan in plans] == [f"shard-0000{i}.safetensors" for i in (7, 8, 9)]
-    assert [[place.tokens for place in plan.places] for plan in plans] == [[50, 60, 10], [200], [5]]
+    shards = assign_shards(locations, kind, 120 * kind.bytes_per_token() / 2**30, 7)
+    assert [shard.name for shard in shards] == [f"shard-0000{i}.safetensors" for i in (7, 8, 9)]
+    assert [[location.tokens for location in shard.locations] for shard in shards] == [[50, 60, 10], [200], [5]]

@@ -34,7 +34,7 @@ def reader(tmp_path, protocol):
 
 
 def streams(reader: StreamReader, n: int | None = None) -> dict:
-    return {stream.id: stream for stream in reader.load(iter(reader.places(n)))}
+    return {stream.id: stream for stream in reader.load(reader.locate(n))}
 
 
 def test_a_thinking_sample_token_by_token(reader):
@@ -81,10 +81,10 @@ def test_case_5_instant_mode_supervises_no_part_of_the_empty_block(reader):
 def test_case_9_rows_without_a_supervised_token_are_dropped_and_counted(reader):
     found = reader(record("a", output=[]), record("b"), record("c", prompt=[]), record("d", PROMPT[2:], output=[]))
     assert list(streams(found)) == ["b"]
-    assert sum(found.rejected.values()) == 3
-    assert [reject["id"] for reject in found.rejects] == ["a", "c", "d"]
-    assert all("output tokens" in reject["reason"] for reject in found.rejects)
-    assert len(found.rejected) == 1  # one line of the summary, not one a length
+    assert sum(found.drop_counts().values()) == 3
+    assert [reject["id"] for reject in found.dropped] == ["a", "c", "d"]
+    assert all("output tokens" in reject["reason"] for reject in found.dropped)
+    assert len(found.drop_counts()) == 1  # one line of the summary, not one a length
 
 
 def test_case_10_limits(reader):
@@ -96,9 +96,9 @@ def test_case_10_limits(reader):
     assert list(kept) == ["whole", "cut", "just"]
     assert len(kept["cut"]) == 64 and sum(kept["cut"].mask) == 64 - len(PROMPT)
     assert list(kept["just"].mask) == [0] * 63 + [1]
-    assert found.cut == 2 and [reject["id"] for reject in found.rejects] == ["long"]
-    assert "64" in found.rejects[0]["reason"]
-    assert [place.tokens for place in found.places(None)] == [len(stream) for stream in kept.values()]
+    assert found.cut == 2 and [reject["id"] for reject in found.dropped] == ["long"]
+    assert "64" in found.dropped[0]["reason"]
+    assert [place.tokens for place in found.locate(None)] == [len(stream) for stream in kept.values()]
 
 
 @pytest.mark.parametrize(
@@ -109,7 +109,7 @@ def test_case_10_limits(reader):
 def test_a_doubled_opener_is_dropped_and_counted(reader, prompt, output):
     found = reader(record("a", prompt, output), record("b"))
     assert list(streams(found)) == ["b"]
-    assert "occurs twice" in found.rejects[0]["reason"] and sum(found.rejected.values()) == 1
+    assert "occurs twice" in found.dropped[0]["reason"] and sum(found.drop_counts().values()) == 1
 
 
 @pytest.mark.parametrize("id", [VOCAB, 2**31, -1])
@@ -118,13 +118,13 @@ def test_ids_outside_the_vocabulary_are_dropped_and_counted(reader, id, side):
     bad = record("a", **{side: [*PROMPT[:-1], id, OPEN] if side == "prompt" else [300, id, END]})
     found = reader(bad, record("b", output=[VOCAB - 1]))
     assert list(streams(found)) == ["b"]
-    assert "outside the target's vocabulary" in found.rejects[0]["reason"]
+    assert "outside the target's vocabulary" in found.dropped[0]["reason"]
 
 
 def test_an_id_that_comes_twice_is_dropped_and_counted(reader):
     """Two files pasted together: a shard knows its sequences by their ids."""
     found = reader(record("a"), record("b"), record("a", output=[5, END]))
-    assert list(streams(found)) == ["a", "b"] and sum(found.rejected.values()) == 1
+    assert list(streams(found)) == ["a", "b"] and sum(found.drop_counts().values()) == 1
 
 
 def test_n_takes_the_first_usable_ones_over_all_parts(reader):
@@ -152,15 +152,41 @@ def test_a_malformed_record_is_named_by_file_and_line(reader, tmp_path, line, sa
     with open(tmp_path / "part-00001.jsonl", "a") as file:
         file.write(line + "\n")
     with pytest.raises(UserError, match=rf"part-00001\.jsonl:2: .*{said}") as caught:
-        found.places(None)
+        found.locate(None)
     assert "\n" not in str(caught.value)
+
+
+def test_each_pass_opens_a_part_file_once(reader, monkeypatch):
+    """Records in any order, as under a disk budget: not one open a record."""
+    found = reader(*[record(f"{i}") for i in range(40)])  # two a part: 20 parts
+    opened = []
+
+    def counting(path, *more):
+        opened.append(path.name)
+        return open(path, *more)
+
+    monkeypatch.setattr("common.extraction.streams.open", counting, raising=False)
+    locations = found.locate(None)
+    assert sorted(opened) == [f"part-{i:05d}.jsonl" for i in range(20)]
+    opened.clear()
+    shuffled = locations[::2] + locations[1::2][::-1]
+    assert [stream.id for stream in found.load(shuffled)] == [location.id for location in shuffled]
+    assert sorted(opened) == [f"part-{i:05d}.jsonl" for i in range(20)]
+
+
+def test_each_pass_parses_a_record_once(reader, monkeypatch):
+    found, parsed, loads = reader(record("a"), record("b", output=[]), record("c")), [], json.loads
+    monkeypatch.setattr("common.extraction.streams.json.loads", lambda line: parsed.append(line) or loads(line))
+    locations = found.locate(None)
+    assert len(parsed) == 3
+    assert len(list(found.load(locations))) == 2 and len(parsed) == 5
 
 
 def test_a_file_that_changes_between_the_passes_is_refused(reader, tmp_path):
     found = reader(record("a"), record("b"))
-    places = found.places(None)
+    locations = found.locate(None)
     path = tmp_path / "part-00000.jsonl"
     lines = path.read_text().splitlines(True)
     path.write_text(lines[1] + lines[0])
     with pytest.raises(UserError, match=r"part-00000\.jsonl changed while it was read"):
-        list(found.load(iter(places)))
+        list(found.load(locations))

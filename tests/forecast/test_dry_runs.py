@@ -89,7 +89,7 @@ def test_02_refuses_half_written_and_changed_records(run_copy):
     whole = part.read_bytes()
     for content in (whole[: len(whole) // 2], whole.replace(b'"id"', b'"ID"', 1)):
         part.write_bytes(content)
-        assert "part-00000.jsonl is not what 01b wrote" in fails("02", "--config", DEMO, "--run-dir", folder)
+        assert "part-00000.jsonl differs from what 01b wrote" in fails("02", "--config", DEMO, "--run-dir", folder)
     manifest = Manifest.load(folder / "01_synthetic", "01_synthetic")
     manifest.files = {}  # killed before its first manifest, or still running
     manifest.save(folder / "01_synthetic")

@@ -11,7 +11,7 @@ from common.dataset.index import Index
 from common.dataset.shards import Shard
 from common.pipeline.errors import UserError
 from common.pipeline.manifest import Manifest
-from common.pipeline.node_share import WHOLE, Part, load_stage, parse_part, stage_files, stage_folder
+from common.pipeline.node_share import WHOLE, NodeShare, load_stage, parse_node_share, stage_files, stage_folder
 from tests.support.generation import check_sound
 from tests.support.stages import DEMO, ROOT, command, only_error, run_here
 
@@ -68,9 +68,9 @@ def split(folder, count: int) -> None:
     lines = (stage / "part-00000.jsonl").read_text().splitlines(keepends=True)
     shutil.rmtree(stage)
     for number in range(1, count + 1):
-        part = stage_folder(stage, Part(number, count))
+        part = stage_folder(stage, NodeShare(number, count))
         part.mkdir(parents=True)
-        own = [line for line in lines if Part(number, count).holds(json.loads(line)["id"])]
+        own = [line for line in lines if NodeShare(number, count).holds(json.loads(line)["id"])]
         (part / "part-00000.jsonl").write_text("".join(own))
         manifest.files = {}
         manifest.add_file(part, "part-00000.jsonl")
@@ -123,11 +123,11 @@ def test_parts_of_other_settings_are_refused(run_copy):
 
 
 def test_parts_hold_each_id_once():
-    parts = [parse_part(text) for text in PARTS]
+    parts = [parse_node_share(text) for text in PARTS]
     ids = [f"{number * 0x9E3779B97F4A7C15 % 2**64:016x}" for number in range(3000)]
     shares = [[id for id in ids if part.holds(id)] for part in parts]
     assert sorted(id for share in shares for id in share) == sorted(ids) and min(map(len, shares)) > 850
-    assert parse_part(None) == WHOLE and all(WHOLE.holds(id) for id in ids)
+    assert parse_node_share(None) == WHOLE and all(WHOLE.holds(id) for id in ids)
     for wrong in ("0/3", "3", "a/b", "4/3", "-1/3"):
         with pytest.raises(UserError, match="I/N"):
-            parse_part(wrong)
+            parse_node_share(wrong)

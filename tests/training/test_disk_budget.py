@@ -12,7 +12,7 @@ from collections import Counter
 import pytest
 import torch
 
-from common.dataset.disk_budget import Window, released_shards
+from common.dataset.disk_budget import DiskBudget, find_disk_budget
 from common.dataset.index import HELD_OUT, TRAIN, Index
 from common.dataset.shards import Shard, States
 from common.export.engine_check import inspect
@@ -81,9 +81,9 @@ def unbroken(one_thread, records, tmp_path_factory):
 
 def test_every_sample_is_trained_as_often_as_asked_on_less_disk(unbroken):
     place, trained, most = unbroken
-    window = Window(place.hidden)
+    window = DiskBudget(place.hidden)
     index = Index.load(place.run / "03_dataset/index.safetensors")
-    planned = {name: [fact["id"] for fact in Shard(window.folder / name).facts] for name in window.plan.files}
+    planned = {name: [fact["id"] for fact in Shard(window.folder / name).facts] for name in window.schedule.files}
     wanted = {planned[index.shards[index.shard[row]]][index.number[row]] for row in index.rows(TRAIN)}
     assert trained == dict.fromkeys(wanted, EPOCHS) and len(wanted) == 30
     assert len(window.rounds) == 4 and window.released_rounds() == 4
@@ -126,7 +126,8 @@ def test_sigkill_of_either_side_changes_no_bit(place, unbroken):
         time.sleep(0.3 * random.random())
         extraction.kill()
         extraction.wait()
-        assert written < len(Window(place.hidden).plan.files) and len(place.metrics()) < len(unbroken[0].metrics())
+        assert written < len(DiskBudget(place.hidden).schedule.files)
+        assert len(place.metrics()) < len(unbroken[0].metrics())
         place.done("02", "--window", LIMIT)
         assert processes[-1].wait(60) == 0, place.logs()
     finally:
@@ -140,7 +141,7 @@ def test_what_a_kill_left_between_note_and_deletion_is_deleted(unbroken, tmp_pat
     place = RandomTargetRun(unbroken[0].config.parent, tmp_path / "run")
     shutil.rmtree(place.run)
     shutil.copytree(unbroken[0].run, place.run)
-    last = place.hidden / Window(place.hidden).rounds[-1][0]
+    last = place.hidden / DiskBudget(place.hidden).rounds[-1][0]
     for stage, *flags in (("02", "--window", LIMIT), ("04", "--follow")):
         last.touch()
         place.done(stage, *flags)
@@ -154,9 +155,9 @@ def interrupted(*_) -> None:
 def test_two_ranks_wait_and_release_as_one(place):
     """02 is stopped by Ctrl-C before its first round, so both ranks wait; then each round waits for their release."""
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(Window, "wait_for_room", interrupted)
+        patch.setattr(DiskBudget, "wait_for_room", interrupted)
         code, _, stderr = place.here("02", "--window", LIMIT)
-    assert code == 130 and place.shards() == Window(place.hidden).held_out, stderr
+    assert code == 130 and place.shards() == DiskBudget(place.hidden).held_out, stderr
     place.done("03")
     training = place.beside("04", "--follow", "--packs-per-step", 2, "--eval-every", 99, ranks=2)
     try:
@@ -165,7 +166,7 @@ def test_two_ranks_wait_and_release_as_one(place):
         assert training.wait(60) == 0, place.logs()
     finally:
         training.terminate()
-    assert place.shards() == Window(place.hidden).held_out
+    assert place.shards() == DiskBudget(place.hidden).held_out
     assert len(place.metrics()) == place.metrics()[-1]["step"] > 8
 
 
@@ -179,7 +180,7 @@ def test_lost_sequences_are_left_out_and_the_steps_stay(place, monkeypatch):
     real, lost = local.LocalExtractor.states, set()
 
     def states(self, streams):
-        window = Window(place.hidden)
+        window = DiskBudget(place.hidden)
         shards = [*window.rounds[0], window.held_out[0]]
         ids = [fact["id"] for name in shards for fact in Shard(window.folder / name).facts]
         kept = len(Shard(window.folder / window.held_out[0]).facts)
@@ -205,22 +206,22 @@ def test_lost_sequences_are_left_out_and_the_steps_stay(place, monkeypatch):
 
 
 def test_what_does_not_fit_is_refused(place, tmp_path):
-    assert "is no size; write it as 500GB" in place.refused("02", "--window", "500 potatoes")
+    assert "is not a valid size; expected for example 500GB" in place.refused("02", "--window", "500 potatoes")
     assert "--window and --part exclude each other" in place.refused("02", "--window", LIMIT, "--part", "1/2")
     said = place.refused("02", "--window", "20kB")
-    assert "half a window must hold a shard" in said and "--window of at least 0.0" in said
+    assert "half the disk budget must hold a shard" in said and "--window of at least 0.0" in said
     assert not place.hidden.exists()
     code, out, stderr = place.here("02", "--window", LIMIT, "--dry-run")
-    assert code == 0 and re.search(r"window +\d rounds, at most 0.05 MB each, half of 0.11 MB", out), stderr
+    assert code == 0 and re.search(r"disk budget +\d rounds, at most 0.05 MB each, half of 0.11 MB", out), stderr
     assert not place.hidden.exists()
 
     place.done("02", "--window", "1MB", "--n", 20)
     said = place.refused("02", "--window", "1MB")
-    assert "the plan of 20 samples, now there are 36" in said and "--fresh" in said
+    assert "schedules 20 samples; the 36 of this run are other ones" in said and "--fresh" in said
     assert "extract.window: '1MB' there, '2MB' now" in place.refused("02", "--window", "2MB", "--n", 20)
     assert "extract.window: '1MB' there, '' now" in place.refused("02", "--n", 20)
     said = place.refused("03", "--holdout-share", 0.4)
-    assert "dataset.holdout_share: 0.2 in the window's plan, 0.4 now" in said
+    assert "dataset.holdout_share: 0.2 in the schedule of 02 --window, 0.4 now" in said
     place.done("03")
     assert f"{1:064x}" in place.done("03", "--inspect", f"{1:064x}")
     assert "train with --follow" in place.refused("04")
@@ -237,7 +238,7 @@ def test_follow_without_a_window_is_refused(place):
     place.done("02")
     place.done("03")
     assert "has no plan of a window" in place.refused("04", "--follow")
-    assert released_shards(place.hidden) == set()
+    assert find_disk_budget(place.hidden) is None
 
 
 # ---- stopped while waiting ----
@@ -254,7 +255,7 @@ def test_a_stop_ends_the_waiting(place):
     manifest.files = {}
     manifest.save(place.hidden)
     index = Index.load(place.run / "03_dataset/index.safetensors")
-    follower = Follower(Window(place.hidden), index, 64, Train(), Ranks(0, 1, "cpu"))
+    follower = Follower(DiskBudget(place.hidden), index, 64, Train(), Ranks(0, 1, "cpu"))
 
     class Stop:
         asked_here = False
