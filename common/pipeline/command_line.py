@@ -14,7 +14,7 @@ from pathlib import Path
 from common.pipeline.errors import UserError
 from common.pipeline.settings import SECTIONS
 
-DEFAULT_CONFIG = "configs/kimi-k2.5.toml"
+DEFAULT_CONFIG = Path("configs/kimi-k2.5.toml")
 
 
 @dataclass(frozen=True)
@@ -72,18 +72,20 @@ def load_settings(
     if unknown:
         flag = unknown[0].split("=")[0]
         raise UserError(f"unknown flag {flag}{_nearest(flag, parser._option_string_actions)}; see --help")
+    if args.n is not None and args.n < 1:
+        raise UserError(f"--n must be at least 1, not {args.n}")
     tables = _read_toml(args.config)
-    for name in tables:
+    for name, table in tables.items():
         if name not in SECTIONS:
             raise UserError(f"{args.config}: unknown section [{name}]{_nearest(name, SECTIONS)}")
+        if not isinstance(table, dict):
+            raise UserError(f"{args.config}: [{name}] must be a table")
     other_model = getattr(args, "model", None) not in (None, tables.get("target", {}).get("model"))
     for key in ("active_b", "weights_gb") if other_model else ():  # the TOML's are those of its own model
         tables.get("forecast", {}).pop(key, None)
     chosen = {}
     for name, cls in SECTIONS.items():  # all of them, so that a typo in any section is reported by every stage
         table, known = tables.get(name, {}), {f.name: f for f in fields(cls)}
-        if not isinstance(table, dict):
-            raise UserError(f"{args.config}: [{name}] must be a table")
         for key in table:
             if key not in known:
                 raise UserError(f"{args.config}: unknown key {key!r} in [{name}]{_nearest(key, known)}")
@@ -91,8 +93,7 @@ def load_settings(
         given = {key: getattr(args, key) for key in known if name in sections and getattr(args, key) is not None}
         values |= {key: _checked("--" + key.replace("_", "-"), known[key], value) for key, value in given.items()}
         chosen[name] = cls(**values)
-    run_dir = args.run_dir or Path("runs") / args.config.stem
-    shipped = args.config.with_suffix(".config.json")
+    run_dir, shipped = args.run_dir or Path("runs") / args.config.stem, args.config.with_suffix(".config.json")
     shipped = shipped if shipped.exists() and not other_model else None
     common = (args.config, run_dir, args.n, args.dry_run, args.fresh, args.device)
     return Settings(*common, args, shipped, sections, chosen)
@@ -126,11 +127,11 @@ def _parser(description: str, sections: tuple[str, ...], switches: dict[str, str
         description=description, formatter_class=argparse.RawDescriptionHelpFormatter, allow_abbrev=False
     )
     parser.error = lambda message: (_ for _ in ()).throw(UserError(f"{message}; see --help"))
-    parser.add_argument(
-        "--config", type=Path, default=Path(DEFAULT_CONFIG), help=f"TOML of the target (default {DEFAULT_CONFIG})"
-    )
+    parser.add_argument("--config", type=Path, default=DEFAULT_CONFIG, help="TOML of the target (default %(default)s)")
     parser.add_argument("--run-dir", type=Path, help="folder of the run (default runs/NAME-OF-CONFIG)")
-    parser.add_argument("--n", type=_count, help="samples at most; raising it continues the run (default: all)")
+    parser.add_argument(
+        "--n", type=int, metavar="N", help="samples at most; raising it continues the run (default: all)"
+    )
     parser.add_argument("--dry-run", action="store_true", help="print the forecast and touch nothing")
     parser.add_argument("--fresh", action="store_true", help="set the stage's old folder aside and start over")
     parser.add_argument("--device", default="auto", help="of torch in this process: auto, cpu, cuda (default auto)")
@@ -150,13 +151,6 @@ def _parser(description: str, sections: tuple[str, ...], switches: dict[str, str
             text = f"{f.metadata['help']}{unit} (default {default!r})".replace("%", "%%")
             group.add_argument("--" + f.name.replace("_", "-"), help=text, **kind)
     return parser
-
-
-def _count(text: str) -> int:
-    value = int(text)
-    if value < 1:
-        raise argparse.ArgumentTypeError("must be at least 1")
-    return value
 
 
 def _read_toml(path: Path) -> dict:

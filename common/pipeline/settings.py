@@ -44,7 +44,7 @@ class Questions:
 
     dataset: str = setting(
         "mlabonne/open-perfectblend",
-        "hub data set, NAME or NAME:CONFIGURATION; or a folder; or a file: JSONL, JSON, Parquet, CSV, text",
+        "hub data set, NAME or NAME:CONFIGURATION; folder; JSON(L), Parquet, CSV or text file",
     )
     split: str = setting("train", "split of a hub data set")
     shuffle_seed: int = setting(0, "seed of the order of questions; -1: the order of the file", minimum=-1)
@@ -137,9 +137,7 @@ class Train:
 class Serving:
     """What 04 exports, and how it measures a draft on running vLLM servers (04 --serve-eval)."""
 
-    export_format: Literal["eagle3", "speculators"] = runtime(
-        "eagle3", "export/ is what vLLM and SGLang load; speculators adds export-speculators/"
-    )
+    export_format: Literal["eagle3", "speculators"] = runtime("eagle3", "speculators adds export-speculators/")
     serve_eval: str = runtime("", "measure the draft on this server, as http://localhost:8000")
     without_draft: str = runtime("", "server of the same target without a draft, to compare with")
     questions: str = runtime("", "question file; empty: the config's data set in another order")
@@ -161,14 +159,5 @@ class Forecast:
     assume_disk_gb_s: float = runtime(2.0, "rate at which the disk writes", "GB/s")
 
 
-SECTIONS = {
-    "target": Target,
-    "questions": Questions,
-    "generate": Generate,
-    "extract": Extract,
-    "dataset": Dataset,
-    "draft": DraftModel,
-    "train": Train,
-    "serving": Serving,
-    "forecast": Forecast,
-}
+SECTIONS = dict(target=Target, questions=Questions, generate=Generate, extract=Extract, dataset=Dataset)
+SECTIONS |= dict(draft=DraftModel, train=Train, serving=Serving, forecast=Forecast)

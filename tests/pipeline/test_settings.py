@@ -81,6 +81,11 @@ def test_switches_are_no_settings(config):
         ("", ["--aux-layers", "-1", "3"], "--aux-layers must be at least 0, not -1 3"),
         ("", ["--think-open-id", "-2"], "--think-open-id must be at least -1, not -2"),
         ("extract = 3", [], "[extract] must be a table"),
+        ("target = 3", [], "[target] must be a table"),
+        ("", ["--n", "x"], "invalid int value: 'x'"),
+        ("", ["--spool"], "expected one argument"),
+        ("[train]\ntrack = ['mlflow']", [], "train.track must be one of tensorboard, wandb, not ['mlflow']"),
+        ("[dataset]\npack_tokens = 5", [], "did you mean 'sample_tokens'?"),  # as version 0.1 called it
         ("[extract", [], "not a TOML file"),
     ],
 )
