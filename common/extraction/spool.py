@@ -1,14 +1,15 @@
-"""The folder in which extraction servers leave states, and from which one run of stage 02 takes and deletes them.
+"""The folder where extraction servers write states, and from which stage 02 reads and deletes them.
 
-A request is answered with a path, *before* the file is there. The server holds an exclusive flock on PATH.lock until it
-is: so the lock is taken shared, and then the file is whole. A crash can leave a held or a free lock without a file.
+The server answers a request with a path *before* it has written the file, and holds an exclusive flock on PATH.lock
+while it writes. Whoever gets the lock shared finds the whole file. A crash can leave a held or a free lock without one.
 
-Every request has a name of ours, which the server puts into its file's name. So whatever becomes of a request (a
-deadline, a lost connection, a file that comes too late), what it left is found and deleted. A flock on `.RUN.alive`
-tells other runs, and the next one, whose files are still wanted.
+The server puts the name that we give a request into its file's name. So after a deadline or a lost connection, a file
+that arrives late is still found and deleted. Each run holds a flock on `.RUN.alive`: files of a run whose flock is free
+are deleted by the next run.
 """
 
 import fcntl
+import functools
 import itertools
 import re
 import secrets
@@ -21,14 +22,14 @@ from typing import BinaryIO
 from common.extraction.extractor import ExtractError
 
 PREFIX = "kimi-eagle3-"
-NAME = re.compile(PREFIX + "[0-9a-f]{8}")
-POLL_S = (0.002, 0.016)  # first and longest pause between two looks at a lock or a file; a look takes 20 us
-FILE_GRACE_S = 2.0  # how long a free lock may stand without its file on a slow shared folder
-UNNAMED_S = 60.0  # safetensors writes `.tmpXXXXXX` and renames it: one that no writer touched for so long is dead
+RUN = re.compile(PREFIX + "[0-9a-f]{8}")
+POLL_S = (0.002, 0.016)  # first and longest pause between two looks at a lock and its file; a look takes 20 us
+FILE_GRACE_S = 2.0  # how much later than its free lock a file may appear in a slow shared folder
+TEMPORARY_S = 60.0  # safetensors writes `.tmpXXXXXX` and renames it; one not written to for this long is abandoned
 
 
 class Spool:
-    """One run's part of a folder that several runs and servers may share."""
+    """One run's files in a folder that several runs and servers may share."""
 
     def __init__(self, folder: Path):
         self.folder = folder.resolve()
@@ -47,7 +48,7 @@ class Spool:
         return f"{self.run}-{next(self.numbers)}-"
 
     def wait(self, path: Path, deadline: float) -> BinaryIO:
-        """The lock file of `path`, held shared: the file is written. Raises ExtractError when it never will be."""
+        """The lock file of `path`, held shared, once the file is written; raises ExtractError when it will not be."""
         lock, pause, free_since = path.with_name(path.name + ".lock"), POLL_S[0], None
         while True:
             file = _take_shared(lock)
@@ -57,7 +58,7 @@ class Spool:
                 file.close()
                 free_since = free_since or time.monotonic()
                 if time.monotonic() - free_since > FILE_GRACE_S:
-                    raise ExtractError(f"{lock.name} is free and there is no file: the server died while writing")
+                    raise ExtractError(f"{lock.name} is free but its file is missing: the server died while writing")
             else:
                 free_since = None
             if time.monotonic() > deadline:
@@ -72,41 +73,33 @@ class Spool:
         if path:
             path.unlink(missing_ok=True)
             path.with_name(path.name + ".lock").unlink(missing_ok=True)
-        if abandoned or self.abandoned:
-            if abandoned:
-                self.abandoned.add(request)
+        if abandoned:
+            self.abandoned.add(request)
+        if self.abandoned:
             self._delete(lambda name: any(late in name for late in list(self.abandoned)))
 
     def sweep(self) -> None:
-        """Delete what dead runs and servers left."""
-        known: dict[str, bool] = {}
+        """Delete the files that runs and servers left when they died."""
+        is_alive = functools.cache(self._is_alive)
 
         def dead(name: str) -> bool:
             if name.startswith(".tmp"):
                 with suppress(FileNotFoundError):
-                    return time.time() - (self.folder / name).stat().st_mtime > UNNAMED_S
-            found = NAME.search(name)
-            if not found:
-                return False
-            run = found.group()
-            if run not in known:
-                known[run] = run != self.run and not self._lives(run)
-            return known[run]
+                    return time.time() - (self.folder / name).stat().st_mtime > TEMPORARY_S
+            run = RUN.search(name)
+            return run is not None and not is_alive(run.group())
 
         self._delete(dead)
 
-    def _lives(self, run: str) -> bool:
-        try:
-            with open(self._alive(run), "rb") as file:
-                fcntl.flock(file, fcntl.LOCK_SH | fcntl.LOCK_NB)
-        except FileNotFoundError:
-            return False
-        except BlockingIOError:
-            return True
-        return False
+    def _is_alive(self, run: str) -> bool:
+        lock = self._alive(run)
+        file = _take_shared(lock)
+        if file:
+            file.close()
+        return file is None and lock.exists()
 
     def close(self) -> None:
-        """End waiting threads, and leave nothing of this run behind."""
+        """End waiting threads and delete all files of this run."""
         self.stopped.set()
         self._delete(lambda name: self.run in name)
         self.alive.close()
@@ -119,7 +112,7 @@ class Spool:
 
 
 def _take_shared(lock: Path) -> BinaryIO | None:
-    """The open lock file, or None while it is held or not there."""
+    """The open lock file, or None while it is held or missing."""
     try:
         file = open(lock, "rb")  # noqa: SIM115 - handed to the caller
     except FileNotFoundError:

@@ -64,17 +64,8 @@ class OpenAIServers:
 
     def body(self, request: Request, sampling: Sampling) -> dict:
         """The JSON body of a chat request."""
-        return chat_body(
-            self.protocol.target,
-            self.model,
-            request.messages,
-            thinking=sampling.thinking,
-            thinking_budget=sampling.thinking_budget,
-            temperature=sampling.temperature,
-            top_p=sampling.top_p,
-            max_tokens=request.max_tokens,
-            seed=request.seed,
-        )
+        messages, max_tokens = request.messages, request.max_tokens
+        return chat_body(self.protocol.target, self.model, messages, sampling, max_tokens, request.seed)
 
     async def answer(self, request: Request, sampling: Sampling) -> Answer:
         """One chat completion; raises EngineError, which tells whether another try is worth it."""

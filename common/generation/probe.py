@@ -13,7 +13,7 @@ from common.generation.record import Record, check_rebuilt, make_record
 from common.generation.work import sampling_of
 from common.pipeline.command_line import Settings
 from common.pipeline.console import say, table
-from common.servers.endpoints import Endpoint, ServerError, client_arguments, one_line
+from common.servers.endpoints import Endpoint, ServerError, client_arguments, fetch, one_line
 from common.target.protocol import Protocol
 
 QUESTION = "What is 17 times 23? Think it through, then answer in one sentence."
@@ -47,7 +47,7 @@ async def _probe_server(
     say(f"probe of {server.url}")
     body = engine.body(request, sampling)
     try:
-        text = await asyncio.to_thread(server.chat, body, TIMEOUT_S)
+        text = await asyncio.to_thread(fetch, f"{server.url}/chat/completions", body, TIMEOUT_S)
         answer = read_reply(text, protocol, request.prompt_ids, server.version)
         shown = (await server.client.chat.completions.create(**client_arguments(body))).choices[0].message
     except (EngineError, ServerError) as error:

@@ -6,7 +6,7 @@ from pathlib import Path
 
 from common.pipeline.settings import Extract, Target
 
-EXTRACTION_CONNECTOR = "ExampleHiddenStatesConnector"  # vLLM's own; on GPUs nothing of ours runs in the server
+EXTRACTION_CONNECTOR = "ExampleHiddenStatesConnector"  # part of vLLM; on GPUs no code of ours runs in the server
 
 
 def generation_command(target: Target, port: int, max_model_len: int) -> str:
@@ -17,11 +17,11 @@ def generation_command(target: Target, port: int, max_model_len: int) -> str:
 
 
 def extraction_command(target: Target, settings: Extract, port: int, aux_layers: tuple[int, ...], layers: int) -> str:
-    """Serve the target for stage 02: states at the inputs of `aux_layers` and behind the last of `layers`.
+    """Serve the target for stage 02: states at the inputs of `aux_layers` and after the last of `layers`.
 
-    The development mode only opens /server_info, by which 02 compares layer list and spool before it asks for a state.
+    The development mode only opens /server_info, where 02 checks the layer list and the spool before its first request.
     """
-    flags = ["--max-model-len", str(settings.max_tokens_per_sample + 1)]  # one generated token, thrown away
+    flags = ["--max-model-len", str(settings.max_tokens_per_sample + 1)]  # and one generated token, which is discarded
     flags += extraction_flags(settings.spool, aux_layers, layers)
     return "VLLM_SERVER_DEV_MODE=1 " + _command(target, port, flags)
 
@@ -37,10 +37,10 @@ def extraction_flags(spool: str, aux_layers: tuple[int, ...], layers: int, conne
     transfer = {
         "kv_connector": EXTRACTION_CONNECTOR,
         "kv_role": "kv_producer",
-        # The connector does not read the ids; a server says of itself nothing but this, and 02 compares it.
+        # The connector ignores the ids. They are here because /server_info shows only this, and 02 compares them.
         "kv_connector_extra_config": {"shared_storage_path": str(Path(spool).resolve()), "layer_ids": ids},
     }
-    # A prompt whose beginning is cached would come back without that beginning's states.
+    # With prefix caching, a cached prefix would come back without its states.
     return [
         "--no-enable-prefix-caching",
         "--speculative-config",
@@ -65,7 +65,7 @@ def sglang_command(target: Target, port: int, draft_folder: str, draft_tokens: i
     words += [["--reasoning-parser", target.reasoning_parser]] if target.reasoning_parser else []
     words += [["--speculative-algorithm", "EAGLE3"], ["--speculative-draft-model-path", draft_folder]]
     words += [["--speculative-num-steps", str(draft_tokens)], ["--speculative-eagle-topk", "1"]]
-    words += [["--speculative-num-draft-tokens", str(draft_tokens + 1)]]  # SGLang counts the root as one
+    words += [["--speculative-num-draft-tokens", str(draft_tokens + 1)]]  # SGLang counts the root of the chain, too
     return " \\\n  ".join(" ".join(map(shlex.quote, line)) for line in words)
 
 

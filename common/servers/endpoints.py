@@ -63,11 +63,7 @@ class Endpoint:
     def find_version(self) -> None:
         """Set `version` to the server's name and version, for the records; "unknown" where it has no version page."""
         for name, page in VERSION_PAGES.items():
-            try:
-                version = _read_json(fetch(self.root + page), "version")
-            except ServerError:
-                continue
-            if isinstance(version, str):
+            if version := _read_key(self.root + page, str, "version"):
                 self.version = f"{name} {version}"
                 return
 
@@ -77,16 +73,8 @@ class Endpoint:
         vLLM 0.32 shows nowhere which layers it extracts, so the command of stage 02 repeats the list in these settings:
         see common/servers/commands.py.
         """
-        try:
-            page = fetch(f"{self.root}/server_info?config_format=json")
-            config = _read_json(page, "vllm_config", "kv_transfer_config", "kv_connector_extra_config")
-        except ServerError:
-            return {}
-        return config if isinstance(config, dict) else {}
-
-    def chat(self, body: dict, timeout_s: float) -> str:
-        """The raw reply to a chat request; raises ServerError."""
-        return fetch(f"{self.url}/chat/completions", body, timeout_s)
+        page = f"{self.root}/server_info?config_format=json"
+        return _read_key(page, dict, "vllm_config", "kv_transfer_config", "kv_connector_extra_config") or {}
 
 
 def least_loaded(endpoints: Sequence[Endpoint]) -> Endpoint:
@@ -145,42 +133,36 @@ def read_models(text: str) -> list[dict]:
     raise ServerError(f"no list of models but {excerpt(text)}")
 
 
-def _read_json(text: str, *keys: str) -> object:
-    """The value under nested keys of a JSON page; raises ServerError where the page does not have it."""
+def _read_key(url: str, kind: type, *keys: str):
+    """The value under nested keys of a JSON page; None where the page has no value of that type there."""
     try:
-        value = json.loads(text)
+        value = json.loads(fetch(url))
         for key in keys:
             value = value[key]
-        return value
-    except (ValueError, KeyError, TypeError):
-        raise ServerError(f"no {'.'.join(keys)} in {excerpt(text)}") from None
+    except (ServerError, ValueError, KeyError, TypeError):
+        return None
+    return value if isinstance(value, kind) else None
 
 
-def chat_body(
-    target: Target,
-    model: str,
-    messages: list[dict],
-    *,
-    thinking: bool,
-    thinking_budget: int,
-    temperature: float,
-    top_p: float,
-    max_tokens: int,
-    seed: int,
-) -> dict:
-    """The JSON body of a chat request. Token ids are asked of every server; one that sends none ignores it."""
+def chat_body(target: Target, model: str, messages: list[dict], sampling, max_tokens: int, seed: int) -> dict:
+    """The JSON body of a chat request. Token ids are asked of every server; one that sends none ignores it.
+
+    `sampling`: thinking, thinking_budget, temperature and top_p, under the names that `Generate` has.
+    """
     body = {
         "model": model,
         "messages": [on_the_wire(message) for message in messages],
-        "temperature": temperature,
-        "top_p": top_p,
+        "temperature": sampling.temperature,
+        "top_p": sampling.top_p,
         "max_tokens": max_tokens,
         "seed": seed,
         "return_token_ids": True,
     }
-    arguments = template_arguments(target, thinking)
-    body |= {"chat_template_kwargs": arguments} if arguments else {}
-    return body | ({"thinking_token_budget": thinking_budget} if arguments and thinking and thinking_budget else {})
+    if arguments := template_arguments(target, sampling.thinking):
+        body["chat_template_kwargs"] = arguments
+        if sampling.thinking and sampling.thinking_budget:
+            body["thinking_token_budget"] = sampling.thinking_budget
+    return body
 
 
 def client_arguments(body: dict) -> dict:

@@ -70,7 +70,8 @@ def settled_counts(server: Endpoint) -> DraftCounts:
 def ask(server: Endpoint, body: dict) -> Reply:
     """One chat completion."""
     try:
-        reply = json.loads(server.chat(body | {"model": server.model}, REQUEST_TIMEOUT_S))
+        body = body | {"model": server.model}  # which may differ from the other server's
+        reply = json.loads(fetch(f"{server.url}/chat/completions", body, REQUEST_TIMEOUT_S))
         choice = reply["choices"][0]
         message = choice["message"]
         texts = [message.get("reasoning") or message.get("reasoning_content"), message.get("content")]
@@ -99,21 +100,6 @@ def read_questions(settings: Serving, of_config: Questions, count: int) -> list[
     if not questions:
         raise UserError(f"{source.dataset} has no question that can be asked")
     return questions
-
-
-def request_body(question: Question, settings: Serving, target: Target, generate: Generate) -> dict:
-    """The body of a chat request as 01b sends it, except for temperature and length."""
-    return chat_body(
-        target,
-        "",
-        question.messages,
-        thinking=generate.thinking,
-        thinking_budget=generate.thinking_budget,
-        temperature=settings.eval_temperature,
-        top_p=generate.top_p,
-        max_tokens=settings.eval_max_tokens,
-        seed=generate.seed,
-    )
 
 
 def ask_all(server: Endpoint, bodies: list[dict], settings: Serving, name: str) -> tuple[list[Reply], float]:
@@ -152,7 +138,11 @@ def measure(settings: Serving, target: Target, generate: Generate, questions: li
         plain = connect(settings.without_draft, "--without-draft", generate.served_model)
         if read_counts(plain) is not None:
             raise UserError(f"--without-draft: {plain.root} drafts, too; start it without --speculative-config")
-    bodies = [request_body(question, settings, target, generate) for question in questions]
+    sampling = replace(generate, temperature=settings.eval_temperature)  # everything else as 01b asks
+    bodies = [
+        chat_body(target, server.model, question.messages, sampling, settings.eval_max_tokens, generate.seed)
+        for question in questions
+    ]
     for each in filter(None, (server, plain)):  # compilation and first allocations must not be measured
         ask(each, bodies[0] | {"max_tokens": WARM_UP_TOKENS})
     before = settled_counts(server)

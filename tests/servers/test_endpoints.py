@@ -6,7 +6,7 @@ import threading
 import pytest
 
 from common.pipeline.errors import UserError
-from common.pipeline.settings import Target
+from common.pipeline.settings import Generate, Target
 from common.servers.endpoints import Endpoint, ServerError, api_roots, chat_body, client_arguments, fetch, least_loaded
 from tests.support.http_server import Pages
 
@@ -126,8 +126,9 @@ def test_least_loaded_avoids_servers_that_failed(monkeypatch):
 )
 def test_body_of_a_chat_request(target, thinking, extra):
     numbers = {"temperature": 0.5, "top_p": 0.9, "max_tokens": 3, "seed": 4}
+    sampling = Generate(thinking=thinking, thinking_budget=9, temperature=0.5, top_p=0.9)
     messages = [{"role": "user", "content": "x"}]
-    body = chat_body(target, "m", messages, thinking=thinking, thinking_budget=9, **numbers)
+    body = chat_body(target, "m", messages, sampling, max_tokens=3, seed=4)
     assert body == {"model": "m", "messages": messages, "return_token_ids": True, **numbers, **extra}
     client = client_arguments(body)
     assert client.pop("extra_body") == {"return_token_ids": True, **extra}
