@@ -57,13 +57,13 @@ def main() -> None:
     if not (SOURCE / "03_dataset" / "manifest.json").exists():
         sys.exit(f"{SOURCE} has no data set; run `make demo` first")
     walks = {}
-    print(f"{'row':<28}{'walk':>8}{'per position':>14}{'tokens':>10}{'seconds':>9}")
+    print(f"{'row':<34}{'walk':>8}{'per position':>14}{'tokens':>10}{'seconds':>9}")
     for name in args.only or ROWS:
         counts = train(name, ROWS[name], args.epochs)
         figures = counts["acceptance"]
         walks[name] = figures["walk"][K]["length"]
         per_position = figures["per_position_argmax"][K]
-        print(f"{name:<28}{walks[name]:>8.3f}{per_position:>14.3f}{counts['tokens']:>10,}{counts['seconds']:>9.0f}")
+        print(f"{name:<34}{walks[name]:>8.3f}{per_position:>14.3f}{counts['tokens']:>10,}{counts['seconds']:>9.0f}")
         sys.stdout.flush()
     base, other = (walks.get(name, float("nan")) for name in ("base", "base, another seed"))
     best = max(walks, key=walks.get)
