@@ -1,7 +1,7 @@
 """Which added tokens of a tokenizer are control tokens, and an encoder of plain text that never produces them.
 
-Tokenizers also add ordinary text as tokens: a blank line, runs of spaces, `<b>`, a letter. Those are no control tokens:
-a question may contain them, and they keep the tokenizer's ids.
+Tokenizers also add ordinary text as tokens: a blank line, runs of spaces, `<b>`, a letter. Such tokens are no control
+tokens: a question may contain them, and they keep the tokenizer's ids.
 """
 
 import re
@@ -10,12 +10,12 @@ from collections.abc import Iterable
 from common.target.messages import clean_text
 
 TOOL_NAME = "tool_call"  # part of the name of every tool-call token of Kimi and of Qwen
-RESERVED = re.compile(r"<[|｜].+[|｜]>", re.DOTALL)  # never text, even if not flagged special: <|fim_prefix|>
+RESERVED = re.compile(r"<[|｜].+[|｜]>", re.DOTALL)  # control tokens even if not flagged special, as <|fim_prefix|>
 BRACKETED = re.compile(r"<.+>|\[.+\]", re.DOTALL)  # a control token if the chat template prints it
 
 
 def control_tokens(tokenizer, markers: Iterable[str]) -> dict[str, int]:
-    """name -> id of the added tokens that steer the target. `markers`: the names that the settings give."""
+    """name -> id of the added tokens that steer the target. `markers`: the control tokens that the settings name."""
     template, markers = str(tokenizer.chat_template), set(markers)
 
     def steers(token) -> bool:
@@ -33,7 +33,7 @@ class TextEncoder:
         from tokenizers import Tokenizer
 
         backend = tokenizer.backend_tokenizer
-        self._plain = Tokenizer(backend.model)  # the model is shared
+        self._plain = Tokenizer(backend.model)  # the copy shares the byte-pair model, which takes the memory
         if backend.normalizer is not None:
             self._plain.normalizer = backend.normalizer
         self._plain.pre_tokenizer = backend.pre_tokenizer
@@ -43,4 +43,5 @@ class TextEncoder:
         self._ids = {self._plain.token_to_id(token.content): id for id, token in ordinary.items()}
 
     def ids(self, text: str) -> list[int]:
+        """The tokenizer's ids of the text."""
         return [self._ids.get(id, id) for id in self._plain.encode(clean_text(text), add_special_tokens=False).ids]

@@ -7,15 +7,13 @@ and it loads a truncated tiktoken.model without an error. So its converter is gi
 """
 
 import base64
-import binascii
-import json
-from dataclasses import dataclass
 from pathlib import Path
 
 from common.pipeline.errors import UserError
+from common.pipeline.files import read_json
 
 RANKS, CONFIG, TEMPLATE, FAST = "tiktoken.model", "tokenizer_config.json", "chat_template.jinja", "tokenizer.json"
-RESERVED_SLOTS = 256  # ids after the ranks: control tokens, and reserved names
+RESERVED_SLOTS = 256  # ids after the ranks, for control tokens and reserved names
 
 _UPPER = r"[\p{Lu}\p{Lt}\p{Lm}\p{Lo}\p{M}&&[^\p{Han}]]"
 _LOWER = r"[\p{Ll}\p{Lm}\p{Lo}\p{M}&&[^\p{Han}]]"
@@ -34,58 +32,47 @@ SPLIT_PATTERN = "|".join(
 )
 
 
-@dataclass(frozen=True)
-class VendorFiles:
-    """The vendor's files, from a folder or the hub."""
+def load_vendor_tokenizer(name: str, revision: str = ""):
+    """A transformers fast tokenizer with the vendor's ids, or None for a tokenizer that is not in the vendor's files.
 
-    ranks: Path
-    config: dict
-    template: str
-
-
-def find_vendor_files(name: str, revision: str = "") -> VendorFiles | None:
-    """The vendor's files of a tokenizer with tiktoken.model and without tokenizer.json, else None.
-
-    `name`: local folder or hub name. Raises UserError that names the missing file.
+    `name`: local folder or hub name. Raises UserError that names a missing or broken file.
     """
-    ranks = find_file(name, RANKS, revision) if find_file(name, FAST, revision) is None else None
-    if ranks is None:
-        return None
-    config_path = find_file(name, CONFIG, revision)
-    if config_path is None:
-        raise UserError(f"{name} has {RANKS} but no {CONFIG}; fetch that file too")
-    try:
-        config = json.loads(config_path.read_text("utf-8"))
-    except ValueError as error:
-        raise UserError(f"{config_path}: not JSON ({error})") from None
-    template_path = find_file(name, TEMPLATE, revision)
-    template = template_path.read_text("utf-8") if template_path else config.get("chat_template")
-    if not isinstance(template, str):
-        raise UserError(f"{name} has neither {TEMPLATE} nor a chat_template in {CONFIG}; fetch {TEMPLATE} too")
-    return VendorFiles(ranks, config, template)
-
-
-def build_tokenizer(files: VendorFiles):
-    """A transformers fast tokenizer with the vendor's ids."""
     from tokenizers import AddedToken
     from transformers import PreTrainedTokenizerFast
     from transformers.convert_slow_tokenizer import TikTokenConverter
 
-    ranks = read_ranks(files.ranks)
-    slots = _slots(files, len(ranks))
+    ranks_path = None if find_file(name, FAST, revision) else find_file(name, RANKS, revision)
+    if ranks_path is None:
+        return None
+    config = _read_config(name, revision)
+    ranks = read_ranks(ranks_path)
+    slots = _slots(config, ranks_path, len(ranks))
 
     class Converter(TikTokenConverter):
         load_tiktoken_bpe = staticmethod(lambda _: ranks)
 
-    fast = Converter(vocab_file=str(files.ranks), pattern=SPLIT_PATTERN).converted()
+    fast = Converter(vocab_file=str(ranks_path), pattern=SPLIT_PATTERN).converted()
     fast.add_tokens([AddedToken(text, normalized=False, special=special) for text, special in slots.values()])
-    names = ("bos_token", "eos_token", "unk_token", "pad_token")
-    tokens = {name: _content(files.config[name]) for name in names if files.config.get(name)}
+    named = {key: config[key] for key in ("bos_token", "eos_token", "unk_token", "pad_token") if config.get(key)}
+    tokens = {key: token["content"] if isinstance(token, dict) else token for key, token in named.items()}
     tokenizer = PreTrainedTokenizerFast(tokenizer_object=fast, clean_up_tokenization_spaces=False, **tokens)
-    tokenizer.chat_template = files.template
+    tokenizer.chat_template = config["chat_template"]
     for id, (content, _) in slots.items():
         assert tokenizer.convert_tokens_to_ids(content) == id, f"{content!r} has another id than {id}"
     return tokenizer
+
+
+def _read_config(name: str, revision: str) -> dict:
+    """The vendor's tokenizer_config.json, with the chat template in it."""
+    path = find_file(name, CONFIG, revision)
+    if path is None:
+        raise UserError(f"{name} has {RANKS} but no {CONFIG}; fetch that file too")
+    config = read_json(path)
+    if template_path := find_file(name, TEMPLATE, revision):
+        config["chat_template"] = template_path.read_text("utf-8")
+    if not isinstance(config.get("chat_template"), str):
+        raise UserError(f"{name} has neither {TEMPLATE} nor a chat_template in {CONFIG}; fetch {TEMPLATE} too")
+    return config
 
 
 def read_ranks(path: Path) -> dict[bytes, int]:
@@ -96,35 +83,32 @@ def read_ranks(path: Path) -> dict[bytes, int]:
     try:
         pairs = (line.split() for line in path.read_bytes().splitlines() if line.strip())
         ranks = {base64.b64decode(token, validate=True): int(rank) for token, rank in pairs}
-    except (ValueError, binascii.Error):
+    except ValueError:
         raise UserError(f"{path}: not a tiktoken file (a line is not `base64 rank`)") from None
     if sorted(ranks.values()) != list(range(len(ranks))):
         raise UserError(f"{path}: its ranks are not 0 to {len(ranks) - 1}; is the file truncated? fetch it again")
     return ranks
 
 
-def _slots(files: VendorFiles, first: int) -> dict[int, tuple[str, bool]]:
-    """Every reserved slot in id order: id -> (name, flagged special).
+def _slots(config: dict, ranks_path: Path, first: int) -> dict[int, tuple[str, bool]]:
+    """id -> (name, whether it is flagged special) of all reserved slots in id order. `first`: the id after the ranks.
 
-    Added tokens are numbered in order, so gaps are filled as the vendor's code does; a gap would shift all that follow.
+    Added tokens get consecutive ids, so an unnamed slot gets the name that the vendor's code gives it; without one, all
+    later tokens would get other ids.
     """
-    named = {int(id): token for id, token in files.config.get("added_tokens_decoder", {}).items()}
+    named = {int(id): token for id, token in config.get("added_tokens_decoder", {}).items()}
     outside = [id for id in named if not first <= id < first + RESERVED_SLOTS]
     if outside:
         raise UserError(
-            f"{files.ranks} holds {first} ranks, but token {outside[0]} of {CONFIG} is not among the {RESERVED_SLOTS} "
+            f"{ranks_path} holds {first} ranks, but token {outside[0]} of {CONFIG} is not among the {RESERVED_SLOTS} "
             "ids after them; is the file truncated? fetch it again"
         )
     slots = {id: (f"<|reserved_token_{id}|>", True) for id in range(first, first + RESERVED_SLOTS)}
     return slots | {id: (token["content"], bool(token.get("special"))) for id, token in named.items()}
 
 
-def _content(token) -> str:
-    return token["content"] if isinstance(token, dict) else token
-
-
 def find_file(name: str, filename: str, revision: str) -> Path | None:
-    """A file of a local folder or hub repository, or None where it has none."""
+    """The path of a file in a local folder or hub repository, or None if the file is missing there."""
     if Path(name).is_dir():
         path = Path(name) / filename
         return path if path.is_file() else None
@@ -133,9 +117,8 @@ def find_file(name: str, filename: str, revision: str) -> Path | None:
 
     try:
         path = cached_file(name, filename, revision=revision or None, _raise_exceptions_for_missing_entries=False)
-    except (
-        OSError
-    ) as error:  # no repository, no access or no network; a cached copy of the repository may lack the file
+    except OSError as error:  # no repository, no access or no network
+        # Without network, a file that a cached repository lacks raises the same error.
         if isinstance(try_to_load_from_cache(name, CONFIG, revision=revision or None), str):
             return None
         reason = str(error).strip().splitlines()[0]

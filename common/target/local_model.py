@@ -9,13 +9,8 @@ from common.pipeline.settings import Target
 from common.target.protocol import require_model
 
 
-def pick_device(name: str) -> str:
-    """The torch device of a setting; `auto` is the GPU if there is one, else the CPU."""
-    return ("cuda" if torch.cuda.is_available() else "cpu") if name == "auto" else name
-
-
 def load_model(target: Target, device: str):
-    """The target in bf16 on the device, in evaluation mode; raises UserError if it cannot be loaded."""
+    """The target in bf16 on the device (`auto`: the GPU if there is one), in evaluation mode; raises UserError."""
     require_model(target.model)
     logging.set_verbosity_error()
     logging.disable_progress_bar()
@@ -28,4 +23,6 @@ def load_model(target: Target, device: str):
         )
     except (OSError, ValueError) as error:
         raise UserError(f"cannot load {target.model!r}: {str(error).strip().splitlines()[0]}") from None
-    return model.to(pick_device(device)).eval()
+    if device == "auto":
+        device = "cuda" if torch.cuda.is_available() else "cpu"
+    return model.to(device).eval()

@@ -1,47 +1,34 @@
 """Chat messages as plain data: their canonical form, their form in a request, and the texts inside them."""
 
 import json
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 
 
 def clean_text(text: str) -> str:
     """The text with U+FFFD for lone surrogates, which JSON allows and neither UTF-8 nor a tokenizer accepts."""
-    try:
-        text.encode()
-    except UnicodeEncodeError:
-        return text.encode("utf-16", "surrogatepass").decode("utf-16", "replace")
-    return text
+    return text.encode("utf-16", "surrogatepass").decode("utf-16", "replace")
 
 
 def canonical(message: dict) -> dict:
     """The message as templates expect it: content "" for null, which they print as None; tool arguments as objects."""
-    if message.get("tool_calls"):  # parsed before cleaning: parsing turns escapes in a JSON string into surrogates
-        message = message | {"tool_calls": [_call(call, parse_arguments) for call in message["tool_calls"]]}
-    message = map_text(message, clean_text)
+    # Texts are cleaned last, since parsing the arguments turns escapes in their JSON into surrogates.
+    message = map_text(_with_arguments(message, parse_arguments), clean_text)
     return message if message.get("content") is not None else message | {"content": ""}
 
 
 def on_the_wire(message: dict) -> dict:
     """The message as the OpenAI API expects it: tool arguments as a JSON string."""
-    if not message.get("tool_calls"):
-        return message
-    return message | {"tool_calls": [_call(call, _dump_arguments) for call in message["tool_calls"]]}
+    return _with_arguments(message, lambda a: a if isinstance(a, str) else json.dumps(a, ensure_ascii=False))
 
 
-def texts(value) -> Iterator[str]:
+def texts(value) -> list[str]:
     """All texts inside messages, the keys of tool arguments included."""
-    if isinstance(value, str):
-        yield value
-    elif isinstance(value, list):
-        for item in value:
-            yield from texts(item)
-    elif isinstance(value, dict):
-        for key, item in value.items():
-            yield key
-            yield from texts(item)
+    collected: list[str] = []
+    map_text(value, collected.append)
+    return collected
 
 
-def map_text(value, change: Callable[[str], str]):
+def map_text(value, change: Callable[[str], object]):
     """A copy of messages with `change` applied to every text and key."""
     if isinstance(value, str):
         return change(value)
@@ -52,11 +39,14 @@ def map_text(value, change: Callable[[str], str]):
     return value
 
 
-def _call(call: dict, change: Callable) -> dict:
-    function = call.get("function")
-    if not isinstance(function, dict):
-        return call
-    return call | {"function": function | {"arguments": change(function.get("arguments"))}}
+def _with_arguments(message: dict, change: Callable) -> dict:
+    """The message with `change` applied to the arguments of its tool calls."""
+
+    def changed(function: dict) -> dict:
+        return function | {"arguments": change(function["arguments"])}
+
+    calls = message.get("tool_calls")
+    return message | {"tool_calls": [c | {"function": changed(c["function"])} for c in calls]} if calls else message
 
 
 def parse_arguments(arguments):
@@ -68,7 +58,3 @@ def parse_arguments(arguments):
     except (ValueError, RecursionError):
         return arguments
     return value if isinstance(value, dict) else arguments
-
-
-def _dump_arguments(arguments) -> str:
-    return arguments if isinstance(arguments, str) else json.dumps(arguments, ensure_ascii=False)

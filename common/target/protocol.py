@@ -16,7 +16,7 @@ from pathlib import Path
 from common.pipeline.errors import UserError
 from common.pipeline.settings import Target
 from common.target.control_tokens import TOOL_NAME, TextEncoder, control_tokens
-from common.target.kimi_tokenizer import FAST, build_tokenizer, find_file, find_vendor_files
+from common.target.kimi_tokenizer import FAST, find_file, load_vendor_tokenizer
 from common.target.messages import canonical, map_text, texts
 
 GENERATION_TAIL = 8  # last tokens of a prompt in which a template may print the opening token
@@ -70,7 +70,7 @@ class Protocol:
         if wanted >= 0 and id != wanted:
             raise UserError(
                 f"target.{key}: {token!r} is id {id} in this tokenizer, the config says {wanted}; use the target's own "
-                "tokenizer, or another transformers version if that one numbers its tokens wrongly"
+                "tokenizer, or another transformers version if the installed one numbers tokens wrongly"
             )
         if (text := self.decode([id])) != token:
             raise UserError(
@@ -80,13 +80,13 @@ class Protocol:
         return id
 
     def _check_prompt(self, thinking: bool) -> list[int]:
-        """Check that our prompt ids are the tokenizer's own for plain text; returns the tail that all prompts share."""
+        """Check the prompt ids of plain text against the tokenizer's; returns the ids at the end of every prompt."""
         first, second = (self.prompt_ids(chat, thinking) for chat in SAMPLE_CHATS)
-        own = self.tokenizer.apply_chat_template(
+        expected = self.tokenizer.apply_chat_template(
             SAMPLE_CHATS[0], add_generation_prompt=True, return_dict=False, **template_arguments(self.target, thinking)
         )
-        if first != list(own):
-            raise UserError(f"our prompt ids differ from those of the tokenizer's chat template (thinking={thinking})")
+        if first != list(expected):
+            raise UserError(f"prompt ids differ from those of the tokenizer's chat template (thinking={thinking})")
         return first[len(first) - _shared_length(first[::-1], second[::-1]) :]
 
     # ---- prompts ----
@@ -116,9 +116,8 @@ class Protocol:
         if not self.quotes_control(messages):
             return self.backend.encode(self._render(messages, thinking), add_special_tokens=False).ids
         text = "".join(texts(messages))
-        separator = next(
-            c for c in map(chr, range(0xE000, 0xF900)) if c not in text
-        )  # private use: no token, no template
+        # A private-use character, which occurs in no token's name and in no template, breaks the quoted names up.
+        separator = next(c for c in map(chr, range(0xE000, 0xF900)) if c not in text)
         rendered = self._render(map_text(messages, lambda t: self._marker_starts.sub(rf"\1{separator}", t)), thinking)
         ids, at = [], 0
         for marker in self._markers.finditer(rendered):
@@ -128,7 +127,7 @@ class Protocol:
         return ids + self.text_ids(rendered[at:].replace(separator, ""))
 
     def quotes_control(self, messages: list[dict]) -> bool:
-        """Whether the messages quote a control token, which a server that tokenizes rendered text would make real."""
+        """Whether the messages quote a control token, which a server would tokenize as a real one."""
         return any(self._markers.search(text) for text in texts(messages))
 
     def _render(self, messages: list[dict], thinking: bool) -> str:
@@ -201,7 +200,7 @@ class Protocol:
         return ids + ([self.end] if finish_reason == "stop" else [])
 
     def split_text(self, content: str, opened: bool) -> tuple[str | None, str | None]:
-        """(reasoning, content) of a text that still has its markers. `opened`: the prompt ends with the opening one."""
+        """(reasoning, content) of a text with think markers. `opened`: the prompt ends with the opening marker."""
         if content.lstrip().startswith(self.think_open_text):
             content, opened = content.lstrip()[len(self.think_open_text) :], True
         if opened and self.think_close_text in content:
@@ -210,10 +209,11 @@ class Protocol:
         return (content, None) if opened else (None, content)
 
     def text_differs(self, reply: Reply, reasoning: str | None, content: str | None, parsed: bool) -> str | None:
-        """A description of the first difference between received text and ids, or None. `parsed`: the server split it.
+        """The first difference between a server's text and its ids, in words, or None.
 
-        White space, marker names and U+FFFD are ignored: parsers strip the text, servers drop special tokens, and a
-        streaming decoder shows parts of a character in its own way. Some parsers end the reasoning at a tool call.
+        `parsed`: the server separated reasoning and content. White space, marker names and U+FFFD are ignored: parsers
+        strip the text, servers drop special tokens, and streaming decoders show an incomplete character differently.
+        Some parsers end the reasoning at a tool call.
         """
         expected = [self.decode(ids) for ids in (reply.reasoning_ids, reply.content_ids)]
         received = [reasoning or "", content or ""]
@@ -221,25 +221,25 @@ class Protocol:
         if not reasoning and not unsplit and (reply.closed or not content):
             expected[0] = ""  # the server does not send the reasoning, so there is nothing to compare
         if [text.strip() for text in expected] == [text.strip() for text in received]:
-            return None  # the usual case, thirty times faster than the rest
+            return None  # the usual case, thirty times faster than the comparison below
         expected, received = ([self._blank.sub("", text) for text in pair] for pair in (expected, received))
         if not (parsed and reply.closed) or not self.tool_ids.isdisjoint(reply.reasoning_ids):
             expected, received = ["".join(expected)], ["".join(received)]
-        for ours, theirs in zip(expected, received, strict=True):
-            if ours != theirs:
-                at = _shared_length(ours, theirs)
-                return f"its text has {theirs[at : at + 40]!r} where its ids decode to {ours[at : at + 40]!r}"
+        for decoded, text in zip(expected, received, strict=True):
+            if decoded != text:
+                at = _shared_length(decoded, text)
+                return f"its text has {text[at : at + 40]!r} where its ids decode to {decoded[at : at + 40]!r}"
         return None
 
     # ---- training streams ----
 
     def stream(self, prompt_ids: list[int], output_ids: list[int], limit: int = 0) -> tuple[list[int], list[int]]:
         """(ids, loss mask) of a sample, cut to `limit` tokens (0: not cut); mask 1 where the target wrote the token."""
-        ids, mask = prompt_ids + output_ids, [0] * len(prompt_ids) + [1] * len(output_ids)
-        return (ids[:limit], mask[:limit]) if limit else (ids, mask)
+        mask = [0] * len(prompt_ids) + [1] * len(output_ids)
+        return (prompt_ids + output_ids)[: limit or None], mask[: limit or None]
 
     def check_stream(self, prompt_ids: list[int], output_ids: list[int], vocab_size: int) -> str | None:
-        """A description of what makes a sample's ids unusable, or None."""
+        """Why a sample's ids cannot be used, or None if they can."""
         if not prompt_ids or not output_ids:
             return f"{len(prompt_ids)} prompt and {len(output_ids)} output tokens"
         lowest, highest = min(*prompt_ids, *output_ids), max(*prompt_ids, *output_ids)
@@ -257,8 +257,7 @@ def _shared_length(one, other) -> int:
 
 
 def template_arguments(target: Target, thinking: bool) -> dict:
-    """The arguments of the chat template, and `chat_template_kwargs` of a request; empty for a target that does not
-    think."""
+    """Arguments of the chat template, `chat_template_kwargs` in a request; empty for a target that does not think."""
     return {target.thinking_argument: thinking} if target.think_open else {}
 
 
@@ -266,15 +265,12 @@ def load_protocol(target: Target) -> Protocol:
     """The protocol of a target from its tokenizer, a hub name or a folder."""
     name = target.tokenizer or target.model
     require_model(name)
-    files = find_vendor_files(name, target.revision)
-    return Protocol(build_tokenizer(files) if files else _load_tokenizer(name, target), target)
-
-
-def _load_tokenizer(name: str, target: Target):
-    """The tokenizer of a folder or hub name. AutoTokenizer imports torch, so it is used without tokenizer.json only."""
+    if tokenizer := load_vendor_tokenizer(name, target.revision):
+        return Protocol(tokenizer, target)
     import transformers
 
     has_json = find_file(name, FAST, target.revision) is not None
+    # AutoTokenizer imports torch, so it reads only a tokenizer without tokenizer.json.
     kind = transformers.PreTrainedTokenizerFast if has_json else transformers.AutoTokenizer
     code = {} if has_json else {"trust_remote_code": target.trust_remote_code}
     try:
@@ -284,12 +280,12 @@ def _load_tokenizer(name: str, target: Target):
         raise UserError(f"no tokenizer at {name!r} ({reason}); set target.tokenizer to a folder or hub name") from None
     for missing, present in (("tokenizer.json", tokenizer.is_fast), ("chat template", tokenizer.chat_template)):
         if not present:
-            raise UserError(f"the tokenizer at {name!r} has no {missing}; set target.tokenizer to one that has")
-    return tokenizer
+            raise UserError(f"the tokenizer at {name!r} has no {missing}; set target.tokenizer to one that has it")
+    return Protocol(tokenizer, target)
 
 
 def require_model(name: str) -> None:
-    """Raise UserError for a missing folder, which a hub client would take for a repository's name."""
+    """Raise UserError for the path of a missing folder, which a hub client would take for a repository's name."""
     if not name:
         raise UserError("target.model is empty: set it in the config or with --model")
     if not Path(name).is_dir() and (name.startswith(("/", ".", "~")) or Path(Path(name).parts[0]).is_dir()):

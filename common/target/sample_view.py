@@ -1,6 +1,7 @@
 """One sample printed as coloured text: prompt, reasoning and content, with the loss mask and token ids."""
 
 import sys
+from itertools import groupby
 
 from torch import Tensor
 
@@ -13,12 +14,10 @@ RESET = "\x1b[0m"
 
 def token_sections(ids: list[int], mask: list[int], protocol: Protocol) -> list[str]:
     """The section of each token: prompt, reasoning, content or control."""
-    think_open = protocol.think_open
     sections, section = [], "prompt"
     for at, (id, written) in enumerate(zip(ids, mask, strict=True)):
         if written and section == "prompt":
-            opened = think_open is not None and think_open in ids[max(at - 1, 0) : at + 1]
-            section = "reasoning" if opened else "content"
+            section = "reasoning" if protocol.think_open in ids[max(at - 1, 0) : at + 1] else "content"
         sections.append("control" if id in protocol.control.values() else section)
         if written and id == protocol.think_close:
             section = "content"
@@ -26,25 +25,14 @@ def token_sections(ids: list[int], mask: list[int], protocol: Protocol) -> list[
 
 
 def show_sample(id: str, ids: Tensor, mask: Tensor, protocol: Protocol) -> None:
-    """Print one sample with a heading above each run of tokens of one section and mask.
-
-    ids, mask: [tokens].
-    """
+    """Print one sample with a heading above each run of tokens of one section and mask. ids, mask: [tokens]."""
     tokens, written = ids.tolist(), mask.tolist()
-    names = token_sections(tokens, written, protocol)
-    colours = COLOURS if sys.stdout.isatty() else dict.fromkeys(COLOURS, "")
-    reset = RESET if sys.stdout.isatty() else ""
     say(f"sample {id}: {len(tokens)} tokens, {sum(written)} written by the target (mask 1)")
-    start = 0
-    for at in range(1, len(tokens) + 1):
-        if at < len(tokens) and (names[at], written[at]) == (names[start], written[start]):
-            continue
-        text = protocol.decode(tokens[start:at])
-        border = (
-            " ".join(map(str, tokens[start:at]))
-            if names[start] == "control"
-            else f"{tokens[start]} .. {tokens[at - 1]}"
-        )
-        say(f"[{start}:{at}] {names[start]} mask {written[start]} ids {border}")
-        say(f"{colours[names[start]]}{text}{reset}")
-        start = at
+    sections, start = token_sections(tokens, written, protocol), 0
+    for (section, bit), run in groupby(zip(sections, written, strict=True)):
+        run_ids = tokens[start : start + len(list(run))]
+        numbers = " ".join(map(str, run_ids)) if section == "control" else f"{run_ids[0]} .. {run_ids[-1]}"
+        say(f"[{start}:{start + len(run_ids)}] {section} mask {bit} ids {numbers}")
+        colour, reset = (COLOURS[section], RESET) if sys.stdout.isatty() else ("", "")
+        say(f"{colour}{protocol.decode(run_ids)}{reset}")
+        start += len(run_ids)

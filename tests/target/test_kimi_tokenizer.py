@@ -11,7 +11,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from common.pipeline.errors import UserError
-from common.target.kimi_tokenizer import SPLIT_PATTERN, find_vendor_files, read_ranks
+from common.target.kimi_tokenizer import SPLIT_PATTERN, load_vendor_tokenizer, read_ranks
 from tests.support.kimi_vocabulary import reserved_tokens, tokenizer_config, write_json
 from tests.support.stages import ROOT
 from tests.support.targets import KIMI, kimi_protocol
@@ -66,10 +66,10 @@ def test_template_inside_the_config_does(vendor):
     template = (vendor / "chat_template.jinja").read_text()
     (vendor / "chat_template.jinja").unlink()
     with pytest.raises(UserError, match=r"chat_template\.jinja"):
-        find_vendor_files(str(vendor))
+        load_vendor_tokenizer(str(vendor))
     config = json.loads((vendor / "tokenizer_config.json").read_text())
     write_json(vendor / "tokenizer_config.json", config | {"chat_template": template})
-    assert find_vendor_files(str(vendor)).template == template
+    assert load_vendor_tokenizer(str(vendor)).chat_template == template
 
 
 def test_missing_and_broken_files_are_named(vendor):
