@@ -3,8 +3,8 @@
     python tests/bench/ablation.py                     on the demo's data (`make demo` first); minutes a row
     python tests/bench/ablation.py --epochs 2 --only base AdamW
 
-Stage 04 runs on the data set of runs/demo with the demo's settings, each row in runs/demo-ablation/EPOCHS-ROW. Two
-seeds of the base say how much of a difference is chance. Rows that are there already are only read.
+Stage 04 runs on the data set of runs/demo with the demo's settings, each row in runs/demo-ablation/EPOCHS-ROW. The
+difference between two seeds of the base is what chance makes. A row that was trained before is read, not trained again.
 The last line is for scripts: base= best= best_row= spread=
 """
 
@@ -14,9 +14,9 @@ import subprocess
 import sys
 from pathlib import Path
 
-ROOT = Path(__file__).resolve().parents[2]
-sys.path.insert(0, str(ROOT))
-from common.pipeline.manifest import Manifest  # noqa: E402
+import repository
+
+from common.pipeline.manifest import Manifest
 
 SOURCE, FOLDER, K = Path("runs/demo"), Path("runs/demo-ablation"), "3"
 ROWS: dict[str, tuple[object, ...]] = {
@@ -33,8 +33,8 @@ ROWS: dict[str, tuple[object, ...]] = {
 
 
 def train(name: str, flags: tuple[object, ...], epochs: float) -> dict:
-    """Counts of the row's manifest; stage 04 runs where they are not there yet."""
-    folder = FOLDER / f"{epochs:g}-{name.replace(', ', '-').replace(' ', '-')}"  # other epochs are other rows
+    """The counts in the row's manifest; stage 04 runs if it has not finished this row yet."""
+    folder = FOLDER / f"{epochs:g}-{name.replace(', ', '-').replace(' ', '-')}"
     folder.mkdir(parents=True, exist_ok=True)
     for stage in ("02_hidden", "03_dataset"):
         if not (folder / stage).exists():
@@ -53,7 +53,7 @@ def main() -> None:
     parser.add_argument("--epochs", type=float, default=3.0, help="passes over the training split (default 3)")
     parser.add_argument("--only", nargs="+", choices=ROWS, metavar="ROW", help=f"of: {', '.join(ROWS)}")
     args = parser.parse_args()
-    os.chdir(ROOT)
+    os.chdir(repository.ROOT)
     if not (SOURCE / "03_dataset" / "manifest.json").exists():
         sys.exit(f"{SOURCE} has no data set; run `make demo` first")
     walks = {}

@@ -1,13 +1,13 @@
-"""What stage 02 costs beside the forward pass that it cannot do without, and what memory it takes.
+"""What stage 02 costs on top of the forward pass that it needs, and how much memory it takes.
 
-    python tests/bench/extract.py                      the local extractor over a plain forward of the same batches
-    python tests/bench/extract.py --vllm               also the vLLM extractor over a bare loop of the same requests
+    python tests/bench/extract.py                      the local extractor beside a plain forward of the same batches
+    python tests/bench/extract.py --vllm               also the vLLM extractor beside a bare loop of the same requests
     python tests/bench/extract.py --tokens 8192 --repeats 1
 
-`--vllm` starts a real server (.venv-vllm, made by `make rehearse`). Both ratios are tokens/s of 02's whole loop (states
-checked, stored, hashed, checked against the target's choices) over tokens/s without any of it; turns alternate, so that
-a busy machine disturbs both alike. Memory is that of a process that fills a shard of 1 GiB.
-The last line is for machines: local_ratio= vllm_ratio= peak_gib=
+`--vllm` starts a real server (.venv-vllm, made by `make rehearse`). Both ratios are the tokens/s of 02's whole loop
+(states checked, stored, hashed, compared with the target's choices) over the tokens/s of the forward pass or requests
+alone. The two take turns, so that a busy machine slows both. The memory is that of a process that fills a 1 GiB shard.
+The last line is for scripts: local_ratio= vllm_ratio= peak_gib=
 """
 
 import argparse
@@ -23,25 +23,22 @@ import urllib.request
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
-ROOT = Path(__file__).resolve().parents[2]
-sys.path.insert(0, str(ROOT))
-os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")
+import repository
+import torch
 
-import torch  # noqa: E402
-
-from common.dataset.shard_layout import ShardKind  # noqa: E402
-from common.extraction import on_policy  # noqa: E402
-from common.extraction.local_extractor import LocalExtractor  # noqa: E402
-from common.extraction.loop import Extraction, assign_shards  # noqa: E402
-from common.extraction.on_policy import OnPolicyCheck  # noqa: E402
-from common.extraction.streams import StreamReader  # noqa: E402
-from common.extraction.vllm_extractor import VllmExtractor  # noqa: E402
-from common.pipeline.jsonl import JsonlParts  # noqa: E402
-from common.pipeline.manifest import Manifest  # noqa: E402
-from common.pipeline.settings import Extract, Target  # noqa: E402
-from common.target.protocol import load_protocol  # noqa: E402
-from common.target.sizes import read_sizes  # noqa: E402
-from common.target.tensors import read_tensors  # noqa: E402
+from common.dataset.shard_layout import ShardKind
+from common.extraction import on_policy
+from common.extraction.local_extractor import LocalExtractor
+from common.extraction.loop import Extraction, assign_shards
+from common.extraction.on_policy import OnPolicyCheck
+from common.extraction.streams import StreamReader
+from common.extraction.vllm_extractor import VllmExtractor
+from common.pipeline.jsonl import JsonlParts
+from common.pipeline.manifest import Manifest
+from common.pipeline.settings import Extract, Target
+from common.target.protocol import load_protocol
+from common.target.sizes import read_sizes
+from common.target.tensors import read_tensors
 
 MODEL = "runs/smollm2-thinking"
 LENGTHS = (96, 160, 224, 320, 512)  # tokens of a sample, prompt included
@@ -49,7 +46,7 @@ IN_FLIGHT = 16
 
 
 def write_records(folder: Path, tokens: int) -> None:
-    """Samples of English (Python's own documentation), so that the on-policy check has something to find sane."""
+    """Samples of English (Python's own documentation), so that the on-policy check passes."""
     from tests.end_to_end.tiny_kimi_training import docstrings
 
     protocol = load_protocol(Target(model=MODEL, think_open_id=15, think_close_id=16, end_token_id=2))
@@ -66,7 +63,7 @@ def write_records(folder: Path, tokens: int) -> None:
             at, number = at + length, number + 1
 
 
-on_policy.MAX_NLL, on_policy.MIN_TOP1 = 20.0, 0.0  # the replies are made up
+on_policy.MAX_NLL, on_policy.MIN_TOP1 = 20.0, 0.0  # the target did not write these replies
 
 
 class Bench:
@@ -108,7 +105,7 @@ class Bench:
 
 def local_ratio(bench: Bench, repeats: int) -> float:
     extractor = LocalExtractor(bench.target, bench.settings, bench.aux, "cpu")
-    batches = []  # the very batches that the extractor makes
+    batches = []  # the batches that the extractor makes, for the plain forward
     whole = extractor._forward
     extractor._forward = lambda batch: batches.append(batch) or whole(batch)
     bench.loop(extractor)
@@ -149,7 +146,7 @@ def vllm_ratio(bench: Bench, repeats: int, url: str) -> float:
 
 def bare_request(url: str, ids: list[int]) -> None:
     """Ask, wait for the file, delete it unread."""
-    body = json.dumps({"model": str((ROOT / MODEL).resolve()), "prompt": ids, "max_tokens": 1}).encode()
+    body = json.dumps({"model": str((repository.ROOT / MODEL).resolve()), "prompt": ids, "max_tokens": 1}).encode()
     request = urllib.request.Request(f"{url}/v1/completions", body, {"Content-Type": "application/json"})
     with urllib.request.urlopen(request, timeout=300) as response:
         path = Path(json.load(response)["kv_transfer_params"]["hidden_states_path"])
@@ -161,7 +158,7 @@ def bare_request(url: str, ids: list[int]) -> None:
 
 
 def compare(name: str, tokens: int, repeats: int, plain, ours) -> float:
-    """The best of alternating turns: tokens/s of ours over tokens/s of plain."""
+    """Of alternating turns the best of each: tokens/s of ours over tokens/s of plain."""
     times = {"plain": [], "02": []}
     for _ in range(repeats):
         times["plain"].append(plain())
@@ -176,7 +173,7 @@ def compare(name: str, tokens: int, repeats: int, plain, ours) -> float:
 
 
 class Repeated:
-    """Real states of a few streams, given again for all: fills a shard at the disk's speed."""
+    """An extractor that repeats the states of a few streams for all others: it fills a shard at the disk's speed."""
 
     description = "repeated"
 
@@ -189,7 +186,7 @@ class Repeated:
 
 
 def measure_peak(work: Path, gib: float) -> None:
-    """In a process of its own: fill a shard of `gib`, print the largest resident memory."""
+    """Fill a shard of `gib` and print this process's largest resident memory, in GiB."""
     per_token = ShardKind("", "", read_sizes(Target(model=MODEL)).hidden_size, (1, 2, 3)).bytes_per_token()
     bench = Bench(work, int(gib * 2**30 / per_token) - 600)
     extractor = LocalExtractor(bench.target, bench.settings, bench.aux, "cpu")
@@ -204,7 +201,7 @@ def main() -> None:
     parser.add_argument("--vllm", action="store_true", help="also against a real vLLM server")
     parser.add_argument("--peak", type=float, help=argparse.SUPPRESS)
     args = parser.parse_args()
-    os.chdir(ROOT)
+    os.chdir(repository.ROOT)
     with tempfile.TemporaryDirectory(dir="runs") as folder:
         work = Path(folder)
         if args.peak:

@@ -1,11 +1,12 @@
-"""How much 01b adds to what the server needs: wall time over the ideal (n x delay / requests in flight), and memory.
+"""How much time 01b adds to the server's, and its memory: wall time over the ideal (n x delay / concurrency).
 
-    python tests/bench/generate.py                      # 2 s, 2,000 tokens, 128 in flight: at most 1.05
+    python tests/bench/generate.py                      2 s, 2,000 tokens, 128 requests at a time; aim: 1.05
     python tests/bench/generate.py --delay 0.25
-    python tests/bench/generate.py --n 200000 --delay 0 --tokens 20    # resident memory stays flat
+    python tests/bench/generate.py --n 200000 --delay 0 --tokens 20     aim: resident memory does not grow
 
-A server in a process of its own answers after a fixed delay, on the real Kimi vocabulary. The wall time runs from the
-first request that arrives until 01b has ended; starting Python and reading the tokenizer is told apart.
+A server in a process of its own answers after a fixed delay, with the real Kimi vocabulary. The wall time is that from
+the first request's arrival to the end of 01b; startup_s is the time before, for Python and the tokenizer.
+The last line is for scripts: ratio= wall_s= ideal_s=
 """
 
 import argparse
@@ -18,10 +19,9 @@ import tempfile
 import time
 from pathlib import Path
 
-ROOT = Path(__file__).resolve().parents[2]
-sys.path.insert(0, str(ROOT))
+import repository
 
-from tests.support.targets import KIMI, build_kimi, kimi_protocol  # noqa: E402
+from tests.support.targets import KIMI, build_kimi, kimi_protocol
 
 IN_FLIGHT = 128
 TEXT = "The ocean is wide and deep, and its waves never rest; so we count them one by one. "
@@ -64,9 +64,14 @@ def run_client(args, folder: Path) -> None:
     settings = {"dataset": folder / "questions.jsonl", "concurrency": IN_FLIGHT, "shuffle-seed": -1}
     settings |= {"base-urls": f"http://127.0.0.1:{(folder / 'port').read_text()}"}
     flags = [f"--{name.replace('_', '-')}={value}" for name, value in (target | settings).items()]
-    command = [sys.executable, str(ROOT / "01b_generate_synthetic.py"), f"--config={folder}/config.toml", *flags]
+    command = [
+        sys.executable,
+        str(repository.ROOT / "01b_generate_synthetic.py"),
+        f"--config={folder}/config.toml",
+        *flags,
+    ]
     started = time.time()
-    client = subprocess.Popen([*command, f"--run-dir={folder}/run"], cwd=ROOT)
+    client = subprocess.Popen([*command, f"--run-dir={folder}/run"], cwd=repository.ROOT)
     memory_mib, busy_s = [], 0.0
     while client.poll() is None:
         memory_mib.append(resident_mib(client.pid))
@@ -103,7 +108,8 @@ def processor_s(pid: int) -> float:
 
 
 async def serve(folder: Path, delay_s: float, tokens: int) -> None:
-    """Answer every chat completion with one reply of `tokens` tokens, and tell port and first request by files."""
+    """Answer every chat completion with one reply of `tokens` tokens. Write the port and the time of the first request
+    to files."""
     protocol = kimi_protocol(folder / "kimi")
     ids = (protocol.text_ids(TEXT * (tokens // 10)) * 2)[: tokens - 2]
     reasoning, content = ids[: len(ids) // 2], ids[len(ids) // 2 :]

@@ -1,23 +1,22 @@
 """How long stage 03 takes to index many sequences, and how much memory: made-up shards with tiny states.
 
-    python tests/bench/index.py                     1,000,000 sequences; aims: 120 s and 1 GB
+    python tests/bench/index.py                     1,000,000 sequences; aims: at most 120 s and 1 GB
     python tests/bench/index.py --sequences 100000
 
-The last line is for machines: sequences= index_s= plan_s= peak_gb=
+The last line is for scripts: sequences= index_s= plan_s= peak_gb=
 """
 
 import argparse
 import hashlib
 import resource
-import sys
 import tempfile
 import time
 from array import array
 from pathlib import Path
 
+import repository  # noqa: F401
 import torch
 
-sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
 from common.dataset.draft_vocabulary import choose_tokens, coverage_table
 from common.dataset.index import HELD_OUT, TRAIN, Index, IndexBuilder
 from common.dataset.packs import Packs
@@ -49,8 +48,8 @@ def write_shard(path: Path, first: int, count: int) -> None:
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--sequences", type=int, default=1_000_000, help="default %(default)s")
-    parser.add_argument("--shard-sequences", type=int, default=10_000, help="default %(default)s")
+    parser.add_argument("--sequences", type=int, default=1_000_000, help="in all (default %(default)s)")
+    parser.add_argument("--shard-sequences", type=int, default=10_000, help="in a shard (default %(default)s)")
     arguments = parser.parse_args()
     with tempfile.TemporaryDirectory() as folder:
         root, started = Path(folder), time.perf_counter()

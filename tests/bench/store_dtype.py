@@ -1,10 +1,10 @@
-"""What `--store-dtype fp8` costs: the states' error, the training loss and the acceptance, beside bf16's.
+"""What `--store-dtype fp8` costs: error of the states, training loss and acceptance, compared with bf16.
 
     python tests/bench/store_dtype.py                  on the demo's records (`make demo` first); 10 minutes
 
-Stages 02 to 04 run again on the records of runs/demo, with the demo's settings but for the states' type, in
-runs/demo-fp8. Same seed, same packs, same steps: what differs comes of the stored states alone.
-The last line is for machines: state_error= loss_bf16= loss_fp8= acceptance_bf16= acceptance_fp8= gib_bf16= gib_fp8=
+Stages 02 to 04 run again on the records of runs/demo, in runs/demo-fp8. Only the type of the stored states differs;
+seed, packs and steps are the same, so that every difference is due to the states.
+The last line is for scripts: state_error= loss_bf16= loss_fp8= acceptance_bf16= acceptance_fp8= gib_bf16= gib_fp8=
 """
 
 import argparse
@@ -14,13 +14,12 @@ import subprocess
 import sys
 from pathlib import Path
 
+import repository
 import torch
 
-ROOT = Path(__file__).resolve().parents[2]
-sys.path.insert(0, str(ROOT))
-from common.dataset.shards import Shard  # noqa: E402
-from common.pipeline.jsonl import read_jsonl  # noqa: E402
-from common.pipeline.manifest import Manifest  # noqa: E402
+from common.dataset.shards import Shard
+from common.pipeline.jsonl import read_jsonl
+from common.pipeline.manifest import Manifest
 
 CONFIG = "configs/demo.toml"
 LAST_STEPS = 50  # training losses that are averaged
@@ -66,9 +65,9 @@ def main() -> None:
     parser.add_argument(
         "--run-dir", type=Path, default=Path("runs/demo"), help="the finished demo (default %(default)s)"
     )
-    parser.add_argument("--epochs", help="the run's passes over the training split, where they are not the config's")
+    parser.add_argument("--epochs", help="passes over the training split, where the run's are not the config's")
     args = parser.parse_args()
-    os.chdir(ROOT)
+    os.chdir(repository.ROOT)
     run = args.run_dir.with_name(f"{args.run_dir.name}-fp8")
     shutil.rmtree(run, ignore_errors=True)
     shutil.copytree(args.run_dir / "01_synthetic", run / "01_synthetic")

@@ -1,11 +1,11 @@
-"""How fast one training step is, AdamW included, against the machine's own matrix products and against a peer.
+"""How fast one training step with AdamW is, compared with this machine's matrix products and with speculators' step.
 
-    python tests/bench/train_step.py                            2,048 tokens, 7 steps, everything supervised
-    python tests/bench/train_step.py --supervised 0.4           the usual case: prompts take part, but carry no loss
-    python tests/bench/train_step.py --tokens 1024 --steps 3 --peer     beside speculators 0.9.0, where it is importable
+    python tests/bench/train_step.py                            2,048 tokens, 7 unrolled steps, loss on every token
+    python tests/bench/train_step.py --supervised 0.4           the usual case: prompts are read, but have no loss
+    python tests/bench/train_step.py --tokens 1024 --steps 3 --peer     also speculators 0.9.0, where it is installed
     python tests/bench/train_step.py --device cuda              Kimi-K2.5's shapes
 
-The last line is for machines: tok_s= gemm_share= peak_gib= peer_tok_s= speedup=
+The last line is for scripts: tok_s= gemm_share= peak_gib= peer_tok_s= speedup=
 """
 
 import argparse
@@ -16,40 +16,19 @@ import resource
 import subprocess
 import sys
 import time
-from pathlib import Path
 
+import repository  # noqa: F401
 import torch
 
-sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
-from common.dataset.packs import Pack
-from common.draft.config import DraftConfig
 from common.draft.kernels import compile_loops, keep_freed_memory
 from common.draft.network import Draft
 from common.draft.unrolled_step import StepResult, UnrolledStep
 from common.training.utilisation import pack_flops
-
-SMOLLM2 = DraftConfig("llama", 576, 1536, 9, 3, 64, vocab_size=49152, draft_vocab_size=8192)
-KIMI = DraftConfig("llama", 7168, 18432, 64, 64, 128, vocab_size=163840, draft_vocab_size=32000, rope_theta=50000.0)
-
-
-def make_pack(config: DraftConfig, tokens: int, document_tokens: int, supervised: float) -> Pack:
-    lengths = [document_tokens] * (tokens // document_tokens)
-    lengths += [tokens - sum(lengths)] if sum(lengths) < tokens else []
-    masks = [torch.arange(n) >= round(n * (1 - supervised)) for n in lengths]
-    states = torch.randn(tokens, (config.num_aux + 1) * config.hidden_size).bfloat16()
-    split = config.num_aux * config.hidden_size
-    return Pack(
-        input_ids=torch.randint(0, config.vocab_size, (tokens,)),
-        loss_mask=torch.cat(masks),
-        aux_hidden=states[:, :split].contiguous(),
-        last_hidden=states[:, split:].contiguous(),
-        offsets=torch.tensor([0, *lengths]).cumsum(0),
-        ids=[str(k) for k in range(len(lengths))],
-    )
+from tests.support.step_memory import KIMI, SMOLLM2, make_pack
 
 
 class GemmRate:
-    """bf16 products of 2,048 x 2,048 on this machine, measured between the steps: others may be using it too."""
+    """The rate of bf16 products on this machine, measured between the steps, since other processes may slow both."""
 
     def __init__(self, device: str):
         self.size = 8192 if device == "cuda" else 2048
@@ -65,7 +44,7 @@ class GemmRate:
 
 
 def timed(work) -> float:
-    # one thread is timed by the CPU seconds it got: the measure to compare code by on a machine that others use
+    # One thread is timed in CPU seconds, which other processes on the machine hardly change.
     clock = time.process_time if torch.get_num_threads() == 1 else time.perf_counter
     if torch.cuda.is_available():
         torch.cuda.synchronize()
@@ -100,7 +79,7 @@ def ours(arguments: argparse.Namespace) -> dict:
         result = step(pack)
         result.loss.backward()
         optimizer.step()
-        optimizer.zero_grad(set_to_none=False)  # the buffers are needed again at once
+        optimizer.zero_grad(set_to_none=False)  # the next step needs the buffers again
         return result
 
     first, _ = timed(once), timed(once)
@@ -177,7 +156,7 @@ def peer(arguments: argparse.Namespace) -> dict:
 
 
 def peer_apart() -> dict:
-    """The peer in a process of its own, so that neither's memory counts for the other."""
+    """`peer` in a process of its own, so that the memory of each is counted alone."""
     try:
         importlib.metadata.version("speculators")
     except importlib.metadata.PackageNotFoundError:
@@ -201,13 +180,17 @@ def main() -> None:
     parser.add_argument("--tokens", type=int, default=2048, help="tokens in the pack (default %(default)s)")
     parser.add_argument("--document-tokens", type=int, default=512, help="tokens a document (default %(default)s)")
     parser.add_argument("--steps", type=int, default=7, help="unrolled steps (default %(default)s)")
-    parser.add_argument("--supervised", type=float, default=1.0, help="share of each document (default %(default)s)")
+    parser.add_argument(
+        "--supervised", type=float, default=1.0, help="share of a document that has loss (default %(default)s)"
+    )
     parser.add_argument("--device", choices=("cpu", "cuda"), default="cpu")
-    parser.add_argument("--repeats", type=int, default=7, help="timed steps, the best counts (default %(default)s)")
-    parser.add_argument("--threads", type=int, default=0, help="CPU threads, 0 for all; 1 is timed in CPU seconds")
-    parser.add_argument("--eager", action="store_true", help="without fused loops")
+    parser.add_argument(
+        "--repeats", type=int, default=7, help="steps to time; the best one counts (default %(default)s)"
+    )
+    parser.add_argument("--threads", type=int, default=0, help="CPU threads; 0 takes all, 1 is timed in CPU seconds")
+    parser.add_argument("--eager", action="store_true", help="without torch.compile")
     parser.add_argument("--profile", action="store_true", help="print where one step's time goes")
-    parser.add_argument("--shapes", action="store_true", help="profile by shape")
+    parser.add_argument("--shapes", action="store_true", help="with --profile: by shape")
     parser.add_argument("--peer", action="store_true", help="also run speculators' step, in a process of its own")
     parser.add_argument("--only-peer", action="store_true", help=argparse.SUPPRESS)
     arguments = parser.parse_args()

@@ -9,8 +9,8 @@ import torch
 from common.dataset.shard_layout import bytes_per_token
 from common.draft.network import Draft
 from common.forecast import arithmetic
-from tests.bench.memory import CASES, KIMI, MLA, SMALL, measured, planned
 from tests.support.stages import only_error, run_here
+from tests.support.step_memory import CASES, KIMI, MLA, SMALL, measured, predicted
 
 FORMS = {
     "llama": SMALL,
@@ -29,7 +29,7 @@ def test_weights_are_those_of_the_draft(form):
 
 @pytest.mark.parametrize("case", CASES)
 def test_memory_is_within_15_percent_of_a_measured_step(case):
-    ratio = sum(planned(*CASES[case]).values()) / measured(*CASES[case])
+    ratio = sum(predicted(*CASES[case]).values()) / measured(*CASES[case])
     assert 0.85 < ratio < 1.15, ratio
 
 
