@@ -16,8 +16,8 @@ ROLES = {
     "function_call": "call", "tool_call": "call",
 }  # fmt: skip
 CONVERSATION_COLUMNS = ("conversations", "messages", "conversation", "prompt", "chosen", "turns")
-QUESTION_COLUMNS = ("prompt", "question", "query", "text")
-MAX_ARGUMENT_DEPTH = 100  # real tool arguments never nest deeper; JSON readers would hit their recursion limit
+QUESTION_COLUMNS = ("instruction", "prompt", "question", "query", "text")
+MAX_ARGUMENT_DEPTH = 100  # tool arguments that nest far deeper would exceed the recursion limit of JSON readers
 
 
 class Unusable(Exception):
@@ -30,8 +30,9 @@ class Unusable(Exception):
 
 def is_row(value: dict) -> bool:
     """Whether an object is a conversation itself and not a wrapper around a file's rows."""
-    texts = any(isinstance(value.get(key), str) for key in ("instruction", *QUESTION_COLUMNS))
-    return texts or any(_is_turns(value[key]) for key in CONVERSATION_COLUMNS if isinstance(value.get(key), list))
+    return any(isinstance(value.get(key), str) for key in QUESTION_COLUMNS) or any(
+        _is_turns(value[key]) for key in CONVERSATION_COLUMNS if isinstance(value.get(key), list)
+    )
 
 
 def chat_messages(row, first_turn_only: bool = False) -> list[dict]:
@@ -58,10 +59,14 @@ def _turns(row: dict, first_turn_only: bool) -> list[dict]:
     turns = next(filter(None, lists), None)
     if turns:
         return _from_list(turns, first_turn_only)
-    main = next((key for key in ("instruction", *QUESTION_COLUMNS) if isinstance(row.get(key), str)), None)
+    main = next((key for key in QUESTION_COLUMNS if isinstance(row.get(key), str)), None)
     if main is None:
         raise Unusable("no user turn" if lists else "no known chat column")
-    _check_first_message(row)
+    role = ROLES.get(str(row.get("role")).lower())  # None: the column is missing or means something else
+    if role not in (None, "user"):
+        raise Unusable("a single message that is not a user's")
+    if role and row.get("parent_id"):
+        raise Unusable("a single message without the conversation before it")
     context = row.get("context")
     if context and not isinstance(context, str):
         raise Unusable("a context that is not text")
@@ -70,18 +75,6 @@ def _turns(row: dict, first_turn_only: bool) -> list[dict]:
         raise Unusable("empty question")
     text = "\n\n".join(filter(_is_text, (asked, context, input)))
     return [*_history(row.get("history")), _user(text)]
-
-
-def _check_first_message(row: dict) -> None:
-    """Where each row is one message of a conversation: raise Unusable unless it is a user's and the first one."""
-    name = row.get("role")
-    role = (
-        ROLES.get(name.lower()) if isinstance(name, str) else None
-    )  # with other values, the column means something else
-    if role not in (None, "user"):
-        raise Unusable("a single message that is not a user's")
-    if role and row.get("parent_id"):
-        raise Unusable("a single message without the conversation before it")
 
 
 def _history(history) -> list[dict]:
@@ -95,7 +88,7 @@ def _history(history) -> list[dict]:
 
 
 def _as_list(value) -> list:
-    """The list in a column, also as JSON text; any other value that is not empty becomes a list of one."""
+    """The list in a column, which may be JSON text; any other value becomes a list of one, an empty value []."""
     if isinstance(value, str):
         try:
             value = json.loads(value or "null")
@@ -109,7 +102,7 @@ def _is_text(value) -> bool:
 
 
 def _is_turns(values: list) -> bool:
-    """Whether a list is one conversation: plain texts, or objects with a role."""
+    """Whether a list is one conversation, made of plain texts or of objects with a role."""
     return bool(values) and all(
         isinstance(value, str) or (isinstance(value, dict) and ("role" in value or "from" in value)) for value in values
     )
@@ -135,17 +128,21 @@ def _user(text: str) -> dict:
 def _message(turn, before: list[dict]) -> dict:
     if not isinstance(turn, dict):
         raise Unusable("a turn that is not an object")
-    name = turn.get("role") or turn.get("from")
-    role = ROLES.get(name.lower()) if isinstance(name, str) else None
+    name = str(turn.get("role") or turn.get("from") or "")
+    role = ROLES.get(name.lower())
     if role is None:
-        raise Unusable("unknown role", clean_text(name)[:100] if isinstance(name, str) else "")
+        raise Unusable("unknown role", clean_text(name)[:100])
     content = next((turn[key] for key in ("content", "value", "text") if turn.get(key) is not None), "")
     if role == "call":
-        return {"role": "assistant", "content": "", "tool_calls": _calls([_call_in_text(content)], before)}
+        try:
+            call = json.loads(content)
+        except (TypeError, ValueError, RecursionError):
+            raise Unusable("tool calls that are not JSON") from None
+        return {"role": "assistant", "content": "", "tool_calls": _calls([call], before)}
     if role == "assistant" and (calls := turn.get("tool_calls") or _as_list(turn.get("function_call"))):
         return {"role": role, "content": _text(content), "tool_calls": _calls(calls, before)}
     if role == "assistant":
-        return {"role": role, "content": ""}  # the target writes its own reply here, so this one is not read
+        return {"role": role, "content": ""}  # the target replaces this reply by its own, so its text is not needed
     message = {"role": role, "content": _text(content)}
     if role == "tool":
         message["tool_call_id"] = _answered_call(turn.get("tool_call_id"), before)
@@ -153,15 +150,15 @@ def _message(turn, before: list[dict]) -> dict:
 
 
 def _text(content) -> str:
-    """The text of a message's content, which may be a list of typed items."""
+    """The text of a message's content, which may be a list of typed items; raises Unusable for images and the like."""
     if isinstance(content, str):
         return clean_text(content)
     if not isinstance(content, list):
         raise Unusable("content that is not text")
     for item in content:
         if not isinstance(item, dict) or not isinstance(item.get("text"), str):
-            kind = item.get("type") if isinstance(item, dict) else None
-            raise Unusable("images" if isinstance(kind, str) and "image" in kind else "content that is not text")
+            kind = str(item.get("type")) if isinstance(item, dict) else ""
+            raise Unusable("images" if "image" in kind else "content that is not text")
     return clean_text("".join(item["text"] for item in content))
 
 
@@ -187,13 +184,6 @@ def _calls(calls, before: list[dict]) -> list[dict]:
     return formed
 
 
-def _call_in_text(content) -> dict:
-    try:
-        return json.loads(content)
-    except (TypeError, ValueError, RecursionError):
-        raise Unusable("tool calls that are not JSON") from None
-
-
 def _json_value(value, depth: int = 0):
     """Tool arguments with clean texts; raises Unusable for a value that JSON cannot represent."""
     if isinstance(value, str):
@@ -208,12 +198,11 @@ def _json_value(value, depth: int = 0):
 
 
 def _answered_call(id, before: list[dict]) -> str:
-    """The id of the call that a tool result answers: the call that it names, else the first without a result."""
+    """The id of the tool call that a result answers: the call that the result names, else the first unanswered one."""
     calls = [call["id"] for message in before for call in message.get("tool_calls", ())]
     if isinstance(id, str) and clean_text(id) in calls:
         return clean_text(id)
     answered = {message.get("tool_call_id") for message in before}
-    for call in calls:
-        if call not in answered:
-            return call
+    if unanswered := [call for call in calls if call not in answered]:
+        return unanswered[0]
     raise Unusable("a tool result without its call")

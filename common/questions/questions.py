@@ -5,13 +5,12 @@ row that cannot be asked becomes `Skipped` with a reason, so that every row is a
 """
 
 from collections.abc import Iterator
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 
 from common.pipeline.files import digest
 from common.pipeline.settings import Questions
 from common.questions.conversations import Unusable, chat_messages
 from common.questions.rows import open_rows
-from common.target.messages import canonical
 
 DUPLICATE = "duplicate"
 
@@ -21,10 +20,10 @@ class Question:
     """One conversation to ask."""
 
     key: str  # hash of its content: equal questions have equal keys
-    opening: str  # hash of its first prompt; conversations with one opening go to the same split
+    opening: str  # hash of its first prompt; conversations with equal openings go to the same split
     messages: list[dict]  # up to the first reply
-    followups: list[list[dict]] = field(default_factory=list)  # the new messages before each later reply
-    source: dict = field(default_factory=dict)  # dataset, split, row
+    followups: list[list[dict]]  # the new messages before each later reply
+    source: dict  # dataset, split, row
 
 
 @dataclass(frozen=True)
@@ -56,11 +55,8 @@ class QuestionStream:
                 yield Skipped(row, error.reason, error.detail)
                 continue
             number = int(question.key, 16)
-            if number in seen:
-                yield Skipped(row, DUPLICATE)
-                continue
+            yield Skipped(row, DUPLICATE) if number in seen else question
             seen.add(number)
-            yield question
 
 
 def to_question(row, settings: Questions, source: dict) -> Question:
@@ -69,8 +65,8 @@ def to_question(row, settings: Questions, source: dict) -> Question:
         raise Unusable("not JSON")
     messages = chat_messages(row, first_turn_only=settings.turns == "first")
     first_user = next((at for at, message in enumerate(messages) if message["role"] == "user"), len(messages))
-    before = [message for message in messages[:first_user] if message["role"] != "assistant"]  # without greetings
-    messages = before + messages[first_user:]
+    # The assistant's greetings before the first question are left out.
+    messages = [m for at, m in enumerate(messages) if at > first_user or m["role"] != "assistant"]
     if settings.system_prompt and not (messages and messages[0]["role"] == "system"):
         messages = [{"role": "system", "content": settings.system_prompt}, *messages]
     prompts = split_turns(messages)
@@ -80,15 +76,16 @@ def to_question(row, settings: Questions, source: dict) -> Question:
         raise Unusable("no user turn")
     if any(m["role"] == "user" and not m["content"].strip() for prompt in prompts for m in prompt):
         raise Unusable("empty question")
-    essence = [[_essence(m) for m in prompt] for prompt in prompts]
-    return Question(digest(essence)[:16], digest(essence[:1])[:16], prompts[0], prompts[1:], source)
+    # Equal questions differ at most in the ids of tool results.
+    content = [[[m["role"], m["content"], *filter(None, [m.get("tool_calls")])] for m in p] for p in prompts]
+    return Question(digest(content)[:16], digest(content[:1])[:16], prompts[0], prompts[1:], source)
 
 
 def split_turns(messages: list[dict]) -> list[list[dict]]:
     """The new messages before each reply that the target has to write; the replies are left out.
 
-    An assistant turn with tool calls is context and not a reply, since the tool results after it answer those calls.
-    The last turn of a chat is always written by the target, even if it was a call.
+    An assistant turn with tool calls stays in the prompt, since the tool results after it answer those calls. The last
+    turn of a chat is always written by the target, even if the data set has a tool call there.
     """
     prompts: list[list[dict]] = [[]]
     for message in messages:
@@ -99,9 +96,3 @@ def split_turns(messages: list[dict]) -> list[list[dict]]:
     while prompts[-1] and prompts[-1][-1]["role"] == "assistant":
         prompts[-1].pop()
     return [prompt for prompt in prompts if prompt]
-
-
-def _essence(message: dict) -> list:
-    """The content that two messages of equal questions share."""
-    calls = canonical(message).get("tool_calls")
-    return [message["role"], message["content"], *([calls] if calls else [])]

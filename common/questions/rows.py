@@ -1,6 +1,6 @@
 """Reads the rows of Hugging Face data sets and local files, numbered, in a seeded order.
 
-JSON lines are parsed here one by one, since one file may mix schemas and data set libraries need one for all rows.
+JSON lines are parsed here one by one, since one file may mix schemas, while data set libraries expect one schema.
 """
 
 import glob
@@ -10,6 +10,8 @@ import shutil
 import tempfile
 from array import array
 from collections.abc import Iterable, Iterator
+from contextlib import suppress
+from itertools import accumulate
 from pathlib import Path
 from typing import BinaryIO
 
@@ -26,7 +28,7 @@ Rows = Iterator[tuple[int, object]]
 
 
 def open_rows(settings: Questions) -> tuple[int | None, Rows]:
-    """(number of rows, the numbered rows in the order of the seed); raises UserError if there are none.
+    """(number of rows, the numbered rows in the order of the seed); raises UserError for an empty data set.
 
     The number is None for a stream. A row is None where its line is not JSON.
     """
@@ -35,13 +37,16 @@ def open_rows(settings: Questions) -> tuple[int | None, Rows]:
     if not path.is_file():
         if kind in FILES and not path.exists():
             raise UserError(f"questions.dataset: no such file: {path}")
-        return _hub_rows(settings)
+        # A hub data set or a local folder: NAME or NAME:CONFIGURATION.
+        name, _, config = (settings.dataset, "", "") if path.exists() else settings.dataset.partition(":")
+        return _load(settings, name, config, split=settings.split)
     if kind in LINES:
         return _json_lines(path, settings.shuffle_seed)
     if kind == ".json":
         return _json_rows(path, settings.shuffle_seed)
     if kind in TABLES:
-        return _table_rows(settings, kind)
+        separator = {"sep": "\t"} if kind == ".tsv" else {}
+        return _load(settings, TABLES[kind], split="train", data_files=glob.escape(settings.dataset), **separator)
     raise UserError(
         f"questions.dataset: {path} has an unsupported file type; use {', '.join(FILES)}, also compressed as "
         f"{', '.join(COMPRESSIONS)}"
@@ -86,26 +91,25 @@ def _open(path: Path) -> BinaryIO:
 
 def _json_lines(path: Path, seed: int) -> tuple[int, Rows]:
     """Rows by their line offsets, so that shuffling takes eight bytes a line. Row 0 is line 1."""
-    file, offsets, offset = _open(path), array("q"), 0
-    for line in file:
-        offsets.append(offset)
-        offset += len(line)
+    file = _open(path)
+    offsets = array("q", accumulate(map(len, file), initial=0))  # of each line, and the end of the file
+    count = len(offsets) - 1
 
     def rows():
         with file:
-            for row in _order(len(offsets), seed):
+            for row in _order(count, seed):
                 file.seek(offsets[row])
                 line = file.readline()
                 if line.strip():
                     yield row, _parsed(line)
 
-    return len(offsets), rows()
+    return count, rows()
 
 
 def _parsed(line: bytes):
     try:
         return json.loads(line)
-    except (ValueError, RecursionError):  # not JSON, or too deep nesting or too long numbers for Python's reader
+    except (ValueError, RecursionError):  # not JSON, or nested too deep or a number too long for Python's reader
         return None
 
 
@@ -113,78 +117,51 @@ def _json_rows(path: Path, seed: int) -> tuple[int, Rows]:
     with _open(path) as file:
         text = file.read()
     try:
-        rows = json.loads(text)  # of bytes: a byte order mark is recognised
+        rows = json.loads(text)  # bytes, in which a byte order mark is recognised
     except (ValueError, RecursionError) as error:
         if getattr(error, "msg", "") == "Extra data":  # one object a line, as in some copies of ShareGPT
             return _json_lines(path, seed)
         raise UserError(f"{path}: not JSON ({error})") from None
     if isinstance(rows, dict):
-        rows = [rows] if is_row(rows) else next(filter(_holds_rows, rows.values()), None)
+        lists = (value for value in rows.values() if isinstance(value, list) and value)
+        wrapped = next((value for value in lists if all(isinstance(row, dict | list) for row in value)), None)
+        rows = [rows] if is_row(rows) else wrapped
     if not isinstance(rows, list):
         raise UserError(f"{path}: must be a list of conversations, one conversation, or an object with a list of them")
     return len(rows), ((row, rows[row]) for row in _order(len(rows), seed))
 
 
-def _holds_rows(value) -> bool:
-    return isinstance(value, list) and bool(value) and all(isinstance(row, dict | list) for row in value)
-
-
 # ---- data sets ----
 
 
-def _table_rows(settings: Questions, kind: str) -> tuple[int | None, Rows]:
-    """Rows of one local file through the reader of `datasets` for its type."""
-    separator = {"sep": "\t"} if kind == ".tsv" else {}
-    try:
-        rows = _load(settings, TABLES[kind], split="train", data_files=glob.escape(settings.dataset), **separator)
-    except _load_errors() as error:
-        raise UserError(f"questions.dataset {settings.dataset!r}: {_first_line(error)}") from None
-    return _numbered(rows, settings)
+def _load(settings: Questions, name: str, config: str = "", **options) -> tuple[int | None, Rows]:
+    """Rows through `datasets`: of a hub data set, a local folder, or one file (`data_files`) with the reader `name`."""
+    import datasets
 
-
-def _hub_rows(settings: Questions) -> tuple[int | None, Rows]:
-    """Rows of a hub data set or a local folder: NAME or NAME:CONFIGURATION."""
-    dataset, split = settings.dataset, settings.split
-    name, _, config = (dataset, "", "") if Path(dataset).exists() else dataset.partition(":")
     try:
-        rows = _load(settings, name, config or None, split=split)
+        rows = datasets.load_dataset(name, config or None, streaming=settings.streaming, **options)
     except _load_errors() as error:
-        names = _configurations(name) if isinstance(error, ValueError) else []
+        names: list[str] = []
+        if isinstance(error, ValueError) and "data_files" not in options:
+            with suppress(*_load_errors()):  # of a data set that cannot be listed, the first error is reported
+                names = datasets.get_dataset_config_names(name)
         if len(names) > 1 and config not in names:
             raise UserError(
-                f"questions.dataset {dataset!r}: choose one of its configurations, as --dataset {name}:{names[0]}; "
-                f"there are {', '.join(names)}"
+                f"questions.dataset {settings.dataset!r}: choose one of its configurations, as --dataset "
+                f"{name}:{names[0]}; there are {', '.join(names)}"
             ) from None
-        raise UserError(f"questions.dataset {dataset!r} (split {split!r}): {_first_line(error)}") from None
-    return _numbered(rows, settings)
-
-
-def _load(settings: Questions, *which, **how):
-    import datasets
-
-    rows = datasets.load_dataset(*which, streaming=settings.streaming, **how)
-    if settings.streaming and settings.shuffle_seed >= 0:
+        raise UserError(
+            f"questions.dataset {settings.dataset!r} (split {options['split']!r}): {_first_line(error)}"
+        ) from None
+    if not settings.streaming:
+        return len(rows), ((row, rows[row]) for row in _order(len(rows), settings.shuffle_seed))
+    if settings.shuffle_seed >= 0:
         rows = rows.shuffle(seed=settings.shuffle_seed, buffer_size=SHUFFLE_BUFFER_ROWS)
-    return rows
-
-
-def _configurations(name: str) -> list[str]:
-    import datasets
-
-    try:
-        return datasets.get_dataset_config_names(name)
-    except _load_errors():  # the data set cannot be listed either; the caller reports its first error
-        return []
-
-
-def _numbered(rows, settings: Questions) -> tuple[int | None, Rows]:
-    if settings.streaming:
-        return None, _stream_rows(rows, settings)
-    return len(rows), ((row, rows[row]) for row in _order(len(rows), settings.shuffle_seed))
+    return None, _stream_rows(rows, settings)
 
 
 def _stream_rows(rows, settings: Questions) -> Rows:
-    """A stream's rows; errors that a loaded data set raises at once, a stream raises while it is read."""
+    """The rows of a stream, numbered. A stream raises errors in its files only when it reads them."""
     try:
         yield from enumerate(rows)
     except _load_errors() as error:
@@ -192,7 +169,7 @@ def _stream_rows(rows, settings: Questions) -> Rows:
 
 
 def _load_errors() -> tuple[type[Exception], ...]:
-    """What `datasets` raises for data that it cannot load: its own errors, the hub client's, its parsers'."""
+    """The errors that `datasets` raises for data it cannot load, those of the hub client and its parsers included."""
     from datasets.exceptions import DatasetsError
 
     return DatasetsError, OSError, EOFError, LookupError, RuntimeError, ValueError
@@ -201,6 +178,6 @@ def _load_errors() -> tuple[type[Exception], ...]:
 def _first_line(error: Exception) -> str:
     from datasets.exceptions import DatasetGenerationError
 
-    if isinstance(error, DatasetGenerationError) and error.__cause__:  # its own message has no details
+    if isinstance(error, DatasetGenerationError) and error.__cause__:  # the details are in the cause
         error = error.__cause__
     return (str(error).strip() or type(error).__name__).splitlines()[0]
