@@ -2,7 +2,14 @@
 
 import pytest
 
+from tests.support.charts import without_charts
 from tests.support.drafts import changed_copy, write_draft
+
+
+@pytest.fixture(autouse=True, scope="module")
+def no_charts():
+    with without_charts():
+        yield
 
 
 @pytest.fixture(scope="package")
