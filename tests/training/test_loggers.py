@@ -19,7 +19,7 @@ from tests.support.unrolled_case import Case, config, make_pack
 def test_agreement_with_the_target_is_joint_and_over_every_position():
     pack = make_pack([14, 9, 12], 24, 4)
     case = Case(config(draft_vocab=15), pack, steps=3)
-    packs = types.SimpleNamespace(ahead=lambda plan: (pack for _ in plan))
+    packs = types.SimpleNamespace(prefetch=lambda schedule: (pack for _ in schedule))
     figures, _ = evaluate(case.module(), HeldOut(packs, [[0]], None, None), Ranks(0, 1, "cpu"), 4)
     case.steps = 4
     right = case.module()(pack).right_argmax
