@@ -192,7 +192,7 @@ def test_another_draft_is_refused(tmp_path):
     path = save_checkpoint(tmp_path, model, make_optimizer(model, Train()), {"step": 1})
     with pytest.raises(UserError, match="does not match this draft"):
         load_checkpoint(path, nn.Linear(3, 2), None)
-    with pytest.raises(UserError, match=r"the shapes of 0\.bias, 0\.weight differ"):
+    with pytest.raises(UserError, match=r"the shapes of 0\.bias, 0\.weight"):
         load_checkpoint(path, module((3, 5)), None)
 
 
