@@ -12,12 +12,12 @@ from statistics import median
 
 from filelock import FileLock
 
+from common.draft.config import MAIN_K
 from common.pipeline.files import read_json, write_text
 from common.pipeline.templates import render
 from common.report.plots import OTHERS, RAMP, Line, bar_chart, histogram, line_chart
 
 FORMAT = 1
-MAIN_K = "3"  # draft tokens of the headline figure: what engines are mostly run with
 MAX_POINTS = 2000  # of one curve
 MAX_BINS = 50  # of the histogram of sample lengths
 SHOWN_TOKENS = 3000  # of one sample
@@ -135,7 +135,7 @@ def page(figures: dict) -> str:
     own = next((e for e in evals if e["step"] == figures["chosen_step"]), None)
     measured = [own] if own else [*evals, *baselines.values()]
     ks = sorted({k for e in measured for k in e["walk"]}, key=int)
-    main = MAIN_K if MAIN_K in ks or not ks else ks[-1]
+    main = str(MAIN_K) if str(MAIN_K) in ks or not ks else ks[-1]
     best = {name: max(lines, key=lambda e: length_at(e, main) or 0, default=None) for name, lines in others.items()}
     charts = training_charts(figures, own, ks, main)
     names = {"figures": figures, "own": own, "baselines": baselines, "ks": ks, "main": main}

@@ -1,9 +1,9 @@
-"""Stage 04's side of a window: packs whose shards come and go, in an order that is known before any of them is there.
+"""Stage 04's side of a disk budget: packs whose shards come and go, in an order that is fixed before 02 writes any.
 
     round 0: epoch 1, 2, 3 | round 1: epoch 1, 2, 3 | ...     packs are drawn inside a round, never across two
 
-Tokens and facts are read from the plan, states from the shards that 02 has entered in its manifest. There a sequence is
-found by its id, since 02 leaves out those whose states it could not have.
+Tokens and facts are read from 02's layout of all shards, states from the shards in 02's manifest. A sequence is found
+there by its id, since 02 leaves out sequences whose extraction failed.
 """
 
 import math
@@ -29,10 +29,10 @@ from common.training.ranks import Ranks, StopSignal
 
 
 class FollowedPacks(Packs):
-    """Packs of a windowed run. `rounds`: the training rows of each round, in the order of the index."""
+    """Packs under a disk budget. `rounds`: the training rows of each round, in the order of the index."""
 
     def __init__(self, window: DiskBudget, index: Index, pack_tokens: int):
-        super().__init__(window.folder, index, pack_tokens)  # the plan: lengths, facts, token pairs
+        super().__init__(window.folder, index, pack_tokens)  # the layout: lengths, facts, token pairs
         self.window = window
         self.round_of = [window.round_of(index.shards[shard]) for shard in index.shard.tolist()]
         self.rounds: list[list[int]] = [[] for _ in window.rounds]
@@ -42,7 +42,7 @@ class FollowedPacks(Packs):
         self._states = lru_cache(maxsize=64)(self._open)
 
     def _open(self, name: str) -> tuple[Shard, dict[str, int]]:
-        """(a shard with states, the number of each sample that it has)."""
+        """(a shard with states, the number of each of its samples by id)."""
         shard = Shard(self.window.hidden / name)
         return shard, {facts["id"]: number for number, facts in enumerate(shard.facts)}
 
@@ -57,26 +57,26 @@ class FollowedPacks(Packs):
         return self.facts(row)["id"] in self._states(self._name(row))[1]
 
     def missing(self, rows: list[int]) -> set[str]:
-        """Shards of these rows that 02 has yet to write."""
+        """Shards of these rows that 02 has not written yet."""
         names = {self._name(row) for row in rows}
         if names - self.written:
             self.written = set(Manifest.load(self.window.hidden, HIDDEN).files)
         return names - self.written
 
     def with_states(self, rows: list[int]) -> list[int]:
-        """Those of these rows whose states 02 could have; no shard of theirs is missing."""
+        """Those of these rows whose states were extracted; all of their shards must be written."""
         return [row for row in rows if self._has_states(row)]
 
     def ready(self, rows: list[int]) -> list[int] | None:
-        """What to load for a training pack, at least one row; None while a shard is missing.
+        """The rows to load for a training pack, at least one; None while a shard is missing.
 
-        Where 02 lost a whole pack, the round's first sequence that it has stands in: the number of steps is fixed. All
-        of a round stays until its end, so the answer does not depend on when it is asked for.
+        If extraction failed for a whole pack, the round's first sequence with states replaces it, since the number of
+        steps is fixed. Shards stay until their round's end, so the answer does not depend on the time of the call.
         """
         if self.missing(rows):
             return None
-        if kept := self.with_states(rows):
-            return kept
+        if usable := self.with_states(rows):
+            return usable
         number = self.round_of[rows[0]]
         for row in self.rounds[number]:
             if self.missing([row]):
@@ -86,14 +86,14 @@ class FollowedPacks(Packs):
         raise SafetyStop(f"02 has no states of any sample of round {number}; see {self.window.hidden}/failures-*.jsonl")
 
     def close_shards(self) -> None:
-        """Let go of mapped files: the disk has the room of a deleted one only then."""
+        """Close mapped files: a deleted file frees its disk space only then."""
         self._states.cache_clear()
 
 
 class RoundOrder:
-    """The training packs of a windowed run: so many epochs over each round, every one shuffled by the seed.
+    """The training packs under a disk budget: all epochs over a round, each shuffled by the seed, then the next round.
 
-    `ends`: the optimizer step after which each round is not needed any more.
+    `ends`: the optimizer step after which each round is no longer needed.
     """
 
     def __init__(self, packs: FollowedPacks, settings: Train):
@@ -103,40 +103,41 @@ class RoundOrder:
         for number, rows in enumerate(packs.rounds):
             for epoch in range(math.ceil(self.epochs)):
                 seed = settings.seed * 1_000_003 + number * math.ceil(self.epochs) + epoch
-                plan = pack_sequences(rows, packs.lengths, packs.pack_tokens, seed)
-                self.packs += plan[: math.ceil(min(1.0, self.epochs - epoch) * len(plan))]
+                epoch_packs = pack_sequences(rows, packs.lengths, packs.pack_tokens, seed)
+                self.packs += epoch_packs[: math.ceil(min(1.0, self.epochs - epoch) * len(epoch_packs))]
             borders.append(len(self.packs))
         steps = len(self.packs) // each
         if not steps:
             raise UserError(
-                f"{len(self.packs)} packs in all rounds are less than a step of --packs-per-step {each}: lower it"
+                f"all rounds together have {len(self.packs)} packs, fewer than one step takes: "
+                f"lower --packs-per-step {each}"
             )
         self.ends = [min(math.ceil(border / each), steps) for border in borders]
-        # The packs of a step are read while the step before is computed, and its rounds can't be deleted yet.
+        # The packs of a step are prefetched while the step before it runs, when their rounds must not be deleted yet.
         for step in range(steps):
             ends = step * each, min(step + 2, steps) * each - 1
             first, last = (bisect_right(borders, pack) for pack in ends)
             if last > first + 1:
                 raise UserError(
-                    f"two steps of {each} packs reach over round {first + 1} of {len(borders)}, and only two rounds "
-                    "fit in the window: a larger --window in 02, or a smaller --packs-per-step"
+                    f"two steps of {each} packs span all of round {first + 1} of {len(borders)}, but the disk budget "
+                    "holds only two rounds: use a larger --window in 02, or a smaller --packs-per-step"
                 )
 
     def at(self, number: int) -> tuple[float, list[int]]:
-        """(epochs done before it, rows) of pack `number`."""
+        """(epochs completed before it, index rows) of pack `number`."""
         return self.epochs * number / len(self.packs), self.packs[number]
 
     def count(self, epochs: float) -> int:
-        """Packs in so many epochs of all rounds."""
+        """The number of packs in `epochs` epochs of all rounds."""
         return round(len(self.packs) * epochs / self.epochs)
 
     def rounds_done(self, step: int) -> int:
-        """How many rounds are not needed after `step`."""
+        """The number of rounds that are no longer needed after `step`."""
         return sum(end <= step for end in self.ends)
 
 
 class Follower:
-    """What a windowed run does beside an ordinary one: waits for shards, and releases those it is through with."""
+    """Waits for the shards of each step, and deletes the shards of rounds that are trained."""
 
     def __init__(self, window: DiskBudget, index: Index, pack_tokens: int, settings: Train, ranks: Ranks):
         self.window, self.ranks = window, ranks
@@ -144,12 +145,14 @@ class Follower:
         self.order = RoundOrder(self.packs, settings)
 
     def open(self, step: int, held_out: HeldOut) -> None:
-        """Before the first step: raise UserError where shards that are needed again are deleted, delete what a kill
-        left, wait for the held-out shards."""
+        """Before the first step: delete shards that a killed run left, wait for the held-out shards.
+
+        Raises UserError if shards that this step needs are deleted already.
+        """
         done, released = self.order.rounds_done(step), self.window.released_rounds()
         if released > done:
             raise UserError(
-                f"{released} rounds were trained on and deleted, but training goes on from step {step}, which needs "
+                f"{released} rounds are trained on and deleted, but training resumes from step {step}, which needs "
                 f"round {done}: put the newer checkpoint back, or start over with 02 --window --fresh"
             )
         self.release(step)
@@ -157,15 +160,15 @@ class Follower:
             say("  waiting for 02 --window to write the held-out shards")
         while any(map(self.packs.missing, held_out.schedule)):
             time.sleep(POLL_S)
-        held_out.schedule = [kept for rows in held_out.schedule if (kept := self.packs.with_states(rows))]
+        held_out.schedule = [usable for rows in held_out.schedule if (usable := self.packs.with_states(rows))]
 
     def ready(self, wanted: Iterator[list[list[int]]], stop: StopSignal) -> Iterator[list[list[int]]]:
-        """The rows of each step's packs, once all ranks' shards are there; ends early when a stop is asked for.
+        """The rows of each step's packs, once the shards of all ranks are written; ends early on a stop signal.
 
-        In the main thread, in step on all ranks: a rank alone would train while another one still asks.
+        Runs in the main thread with one all-reduce per poll, so that all ranks start a step together.
         """
         for step in wanted:
-            told = False
+            message_shown = False
             while True:
                 ready = [self.packs.ready(rows) for rows in step]
                 waiting, asked = self.ranks.sum(torch.tensor([ready.count(None), int(stop.asked_here)])).tolist()
@@ -173,14 +176,14 @@ class Follower:
                     return
                 if not waiting:
                     break
-                if self.ranks.first and not told:
+                if self.ranks.first and not message_shown:
                     say(f"  waiting for 02 --window to write round {self.packs.round_of[step[0][0]]}")
-                    told = True
+                    message_shown = True
                 time.sleep(POLL_S)
             yield ready
 
     def release(self, step: int) -> None:
-        """Delete the shards of the rounds that are done at a checkpointed step."""
+        """Delete the shards of the rounds that are no longer needed after a checkpointed step."""
         if (done := self.order.rounds_done(step)) == 0:
             return
         self.packs.close_shards()
@@ -189,9 +192,9 @@ class Follower:
 
 
 def follow(hidden: Path, dataset: Manifest, asked: bool, fresh: bool) -> DiskBudget | None:
-    """The window that 04 is to follow, None of an ordinary run; raises UserError where `--follow` does not fit.
+    """The disk budget of this run, None of a run without; raises UserError where `--follow` contradicts it.
 
-    `dataset`: 03's manifest; `fresh`: whether 04 is to start over.
+    `dataset`: 03's manifest; `fresh`: whether 04 starts over.
     """
     window = find_disk_budget(hidden)
     if asked and not window:

@@ -92,3 +92,32 @@ def test_sizes_of_the_config_are_asserted(tmp_path, tiny_run):
     (tmp_path / "demo.config.json").write_text(text)
     code, _, err = run_here("02", "--config", tmp_path / "demo.toml", "--run-dir", tiny_run)
     assert code == 2 and "num_hidden_layers is 31 in" in only_error(err) and "30 in config.json" in err
+
+
+def rows(out: str) -> dict[str, str]:
+    """The tables that a dry run prints, by the first word of each line."""
+    return {line.split()[0]: line for line in out.splitlines() if line.strip()}
+
+
+def test_a_dry_run_of_04_reads_what_03_used(run_copy):
+    """The vocabulary decides the memory of 04, the cut of the samples its arithmetic; neither is a flag of 04."""
+    folder, printed = run_copy("01_synthetic", "02_hidden"), []
+    for flags in ((), ("--draft-vocab-size", 1024, "--sample-tokens", 64)):
+        code, _, err = run_here("03", "--config", "configs/demo.toml", "--run-dir", folder, *flags)
+        assert code == 0, err
+        code, out, err = run_here("04", "--config", "configs/demo.toml", "--run-dir", folder, "--dry-run")
+        assert code == 0, err
+        printed.append(rows(out))
+    before, after = printed
+    assert "1,024 of 49,152" in after["vocabulary"]
+    assert float(after["master"].split()[1]) < float(before["master"].split()[1])
+    assert after["FLOPs"].split("training")[1] != before["FLOPs"].split("training")[1]
+
+
+def test_the_disk_line_of_04_reads_what_02_used(run_copy):
+    folder = run_copy("01_synthetic", "02_hidden", "03_dataset")
+    path = folder / "02_hidden/manifest.json"
+    path.write_text(path.read_text().replace('"store_dtype": "bf16"', '"store_dtype": "fp8"'))
+    code, out, err = run_here("04", "--config", "configs/demo.toml", "--run-dir", folder, "--dry-run")
+    assert code == 0, err
+    assert f"tokens x {bytes_per_token(576, 3, 'fp8'):,} bytes" in rows(out)["02_hidden"]

@@ -228,7 +228,7 @@ def test_what_does_not_fit_is_refused(place, tmp_path):
     place.done("04", "--follow")
     assert "are trained on and deleted" in place.refused("04", "--follow", "--fresh")
     shutil.rmtree(place.run / "04_draft")
-    assert "training goes on from step 0, which needs round 0" in place.refused("04", "--follow")
+    assert "training resumes from step 0, which needs round 0" in place.refused("04", "--follow")
     assert "--packs-per-step 999" in place.refused("04", "--follow", "--packs-per-step", 999)
     place.done("02", "--window", "1MB", "--n", 10, "--fresh")
     assert "is not the plan that 03 read" in place.refused("04", "--follow")

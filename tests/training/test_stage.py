@@ -101,11 +101,12 @@ def test_a_draft_scales_as_its_target_where_all_engines_agree(scaling, kept, whe
 
 def test_without_held_out_samples_the_last_step_is_served(run):
     tiny_training.build(run, holdout_share=0.0)
-    code, _, stderr = train(run)
+    code, out, stderr = train(run)
     assert code == 0, stderr
     last = sorted((run / "04_draft/checkpoints").iterdir())[-1]
     weights = load_file(last / "model.safetensors")
     assert torch.equal(exported(run)["fc.weight"], weights["fc.weight"].bfloat16())
+    assert re.search("per position +-, - against", out)
     assert metrics(run, "eval") == [] and (run / "04_draft/report.html").stat().st_size > 1000
 
 
@@ -162,3 +163,10 @@ def test_shards_that_are_gone_are_named(run):
     (run / "02_hidden" / tiny_training.SHARD).unlink()
     code, _, stderr = train(run)
     assert code == 2 and tiny_training.SHARD in only_error(stderr)
+
+
+def test_without_a_compiler_04_says_so_and_trains_eagerly(run, monkeypatch):
+    monkeypatch.setenv("CXX", "/nowhere/g++")
+    code, out, stderr = train(run, "--compile")
+    assert code == 0, stderr
+    assert "/nowhere/g++ is not installed, so torch.compile is off" in out
