@@ -176,7 +176,7 @@ def measure(settings: Serving, target: Target, generate: Generate, questions: li
 
 
 def counts_as_dict(counted: DraftCounts) -> dict:
-    """The counters as serve_eval.json holds them, with the acceptance length that follows from them."""
+    """The counters as report.json holds them, with the acceptance length that follows from them."""
     lengths = [round(length, 5) for length in counted.lengths()]
     return {
         "k": counted.k,
