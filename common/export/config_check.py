@@ -4,32 +4,36 @@ import math
 
 from common.draft.config import DraftConfig
 from common.draft.network import rope_frequencies, yarn_mscale
-from common.export.findings import BOTH, OLDER, SGLANG, VLLM, Findings
-from common.export.published_draft import FORMS, HEAD_NORMS, foreign_options
-from common.export.served_config import ARCHITECTURES, MODEL_TYPES
+from common.export.findings import BOTH, SGLANG, SOME_SGLANG, VLLM, Findings
+from common.export.published_draft import HEAD_NORMS, foreign_options
+from common.export.served_config import ARCHITECTURES, LAYER_IDS, MODEL_TYPES
 
-DEEPSEEK_TYPES = ("deepseek_v2", "deepseek_v3", "kimi_k2")  # model types whose attention engines take for MLA
+DEEPSEEK_TYPES = ("deepseek_v2", "deepseek_v3", "kimi_k2")  # engines choose MLA attention by these model types
+# Options of a draft -> the versions that do not read them.
+OLDER = {
+    "norm_before_fc": (SGLANG, SOME_SGLANG),
+    "fc_norm": (BOTH, f"vLLM before 0.22 and {SOME_SGLANG}"),
+    "norm_output": (BOTH, f"vLLM before 0.22 and {SOME_SGLANG}"),
+}
 
 
 def check_config(config: dict, draft: DraftConfig, target_type: str, findings: Findings) -> None:
     """Findings for a config as read_config returns it; `draft`: its sizes, with the aux states that fc reads."""
-    _check_architecture(config, findings)
-    _check_aux_layers(config, draft, target_type, findings)
+    _check_architecture(config, draft.form, findings)
+    if config.get("last_state_only"):
+        findings.note(BOTH, "no fc: engines feed the last state alone, which is not the kind of draft trained here")
+    else:
+        _check_aux_layers(config, draft, target_type, findings)
     _check_options(config, draft, findings)
     _check_rope(config, draft, findings)
 
 
-def _check_architecture(config: dict, findings: Findings) -> None:
-    name = config["architectures"][0]
-    form, engines = FORMS[name]
+def _check_architecture(config: dict, form: str, findings: Findings) -> None:
+    name, model_type = config["architecture"], config.get("model_type", MODEL_TYPES[form])
     if name == HEAD_NORMS:
-        findings.unsupported(
-            SGLANG, f'the architecture "{name}" is unknown to SGLang, and none of its has q_norm, k_norm'
-        )
-    elif SGLANG not in engines and "speculators" not in config:
-        text = f'the architecture "{name}" is unknown to SGLang'
-        findings.error(SGLANG, f'{text}; rename it to "{ARCHITECTURES[form]}"')
-    model_type = config.get("model_type", MODEL_TYPES[form])
+        findings.unsupported(SGLANG, "SGLang has no EAGLE-3 draft with q_norm and k_norm; serve with vLLM")
+    elif name != ARCHITECTURES[form] and "speculators" not in config:
+        findings.error(SGLANG, f'architecture "{name}" is unknown to SGLang; rename it to "{ARCHITECTURES[form]}"')
     if form == "mla" and model_type == "deepseek_v3":
         text = 'model_type is "deepseek_v3", which vLLM takes for the target\'s own MTP layer'
         findings.error(VLLM, f'{text}; rename it to "{MODEL_TYPES[form]}"')
@@ -44,53 +48,49 @@ def _check_aux_layers(config: dict, draft: DraftConfig, target_type: str, findin
     vLLM reads the top-level list alone, else its default 2, N//2, N-3; its V1 runner reads eagle_config's list before
     the default, as inputs. SGLang reads eagle_config's list alone, else the same default.
     """
-    if config.get("last_state_only"):
-        findings.note(BOTH, "no fc: engines feed the last state alone, which is not the kind of draft trained here")
-        return
-    top = config.get("eagle_aux_hidden_state_layer_ids")
-    eagle = config.get("eagle_config") or {}
-    nested = eagle.get("eagle_aux_hidden_state_layer_ids")
-    for ids, where in ((top, "eagle_aux_hidden_state_layer_ids"), (nested, "eagle_config's list")):
+    top, eagle = config.get(LAYER_IDS), config["eagle_config"]
+    nested = eagle.get(LAYER_IDS)
+    for ids, name in ((top, LAYER_IDS), (nested, "eagle_config's list")):
         if ids and len(ids) != draft.num_aux:
-            findings.error(BOTH, f"{where} names {len(ids)} aux layers for an fc of {draft.num_aux} states")
+            findings.error(BOTH, f"{name} names {len(ids)} aux layers for an fc of {draft.num_aux} states")
         if ids and (min(ids) < 0 or len(set(ids)) < len(ids)):
-            findings.error(BOTH, f"{where} is {list(ids)}: aux layers must differ and not be negative")
+            findings.error(BOTH, f"{name} is {ids}: aux layers must differ and not be negative")
     if eagle.get("use_aux_hidden_state") is False:
         findings.error(BOTH, "eagle_config.use_aux_hidden_state is false: engines would feed the last state, not fc's")
     # SGLang's exception: of a DeepSeek or Kimi target it reads the list as inputs unless the list begins with 1.
     exception = bool(nested) and nested[0] != 1
     deepseek = draft.form == "mla" or target_type in DEEPSEEK_TYPES
-    inputs = [layer if exception and deepseek else layer + 1 for layer in nested or ()]
+    outputs_as_inputs = [layer + 1 for layer in nested or ()]
+    inputs = nested if exception and deepseek else outputs_as_inputs
     if top and nested:
-        early = f"of a DeepSeek or Kimi target SGLang reads eagle_config's {list(nested)} as inputs, a layer too early"
-        if inputs == list(top):
-            findings.note(BOTH, f"aux layers: inputs of {inputs}, for both engines")
+        early = f"of a DeepSeek or Kimi target SGLang reads eagle_config's {nested} as inputs, a layer too early"
+        if inputs == top:
+            findings.note(BOTH, f"aux layers: inputs of {top}, for both engines")
             if exception and not deepseek and not target_type:
                 findings.note(SGLANG, f"{early}; other targets are not concerned")
-        elif [layer + 1 for layer in nested] == list(top):
+        elif outputs_as_inputs == top:
             findings.unsupported(SGLANG, f"{early}; serve with vLLM, or train on aux layers that begin with 2")
         else:
-            text = f"SGLang reads eagle_config's {list(nested)} as inputs of {inputs}, but vLLM reads {list(top)}"
+            text = f"SGLang reads eagle_config's {nested} as inputs of {inputs}, but vLLM reads {top}"
             findings.error(SGLANG, f"{text}: one of the two reads other layers than the draft was trained on")
     elif top and not config.get("speculators"):
+        text = "without eagle_config's list SGLang takes its default, 2, N//2, N-3"
         if _is_default(top):
-            text = f"without eagle_config's list SGLang takes its default, 2, N//2, N-3: vLLM's {list(top)}"
-            findings.note(SGLANG, f"{text} for a target of {top[2] + 3} layers")
+            findings.note(SGLANG, f"{text}: vLLM's {top} for a target of {top[2] + 3} layers")
         else:
-            ids = [layer - 1 for layer in top]
-            text = f"without eagle_config's list SGLang takes its default, 2, N//2, N-3, and not {list(top)}"
-            findings.error(SGLANG, f"{text}; write {ids} in eagle_config")
+            findings.error(SGLANG, f"{text}, and not {top}; write {[layer - 1 for layer in top]} in eagle_config")
     elif nested:
-        if _is_default(nested) and inputs == list(nested):
+        if _is_default(nested) and inputs == nested:
             findings.note(BOTH, f"aux layers: inputs of {inputs}, for both engines: SGLang's rule and vLLM's default")
         elif _is_default(inputs):
-            text = f"{OLDER['V1 runner']} reads eagle_config's {list(nested)} as inputs, a layer too early"
-            findings.note(VLLM, f"{text}; write eagle_aux_hidden_state_layer_ids {inputs} at the top level")
+            text = "vLLM's V1 model runner (the only one on a CPU, gone in 0.34) reads eagle_config's"
+            text += f" {nested} as inputs, a layer too early"
+            findings.note(VLLM, f"{text}; write {LAYER_IDS} {inputs} at the top level")
         elif _is_default(nested):
-            text = f"SGLang reads eagle_config's {list(nested)} as outputs, a layer later than vLLM's default"
+            text = f"SGLang reads eagle_config's {nested} as outputs, a layer later than vLLM's default"
             findings.error(SGLANG, f"{text}; write {[layer - 1 for layer in nested]} if vLLM is right")
         else:
-            text = f"eagle_config's {list(nested)} is not read: vLLM takes its default, 2, N//2, N-3, silently"
+            text = f"vLLM silently takes its default, 2, N//2, N-3: eagle_config's {nested} is not read"
             findings.error(VLLM, f"{text}; write {inputs} at the top level if the list is in SGLang's count")
     elif not top:
         findings.note(BOTH, "no aux layer ids: both engines take their default, 2, N//2, N-3")
@@ -98,13 +98,13 @@ def _check_aux_layers(config: dict, draft: DraftConfig, target_type: str, findin
 
 def _is_default(ids: list[int]) -> bool:
     """Whether these are 2, N//2, N-3 of some number of layers N."""
-    return len(ids) == 3 and list(ids) == [2, (ids[2] + 3) // 2, ids[2]]
+    return len(ids) == 3 and ids[:2] == [2, (ids[2] + 3) // 2]
 
 
 def _check_options(config: dict, draft: DraftConfig, findings: Findings) -> None:
     if config.get("hidden_act", "silu") != "silu":
         findings.error(
-            BOTH, f"hidden_act is {config['hidden_act']!r}: the engines' drafts have silu alone and refuse it"
+            BOTH, f"hidden_act is {config['hidden_act']!r}, which the engines refuse: a draft must have silu"
         )
     elif options := foreign_options(config):
         text = f"{', '.join(options)}: this check computes the draft without"
@@ -112,15 +112,12 @@ def _check_options(config: dict, draft: DraftConfig, findings: Findings) -> None
     if draft.norm_before_residual and not config.get("speculators"):
         text = "norm_before_residual is not read by SGLang, which would compute another draft silently"
         findings.unsupported(SGLANG, f"{text}; serve with vLLM")
-    if draft.norm_before_fc:
-        findings.note(SGLANG, f"norm_before_fc: {OLDER['norm_before_fc']} do not read it")
-    text = (
-        f"max_position_embeddings is {draft.max_position_embeddings}: vLLM drafts nothing, or fails, beyond that length"
-    )
-    findings.note(VLLM, f"{text}; write the target's if it is longer")
-    for name in ("fc_norm", "norm_output"):
+    for name, (engines, versions) in OLDER.items():
         if getattr(draft, name):
-            findings.note(BOTH, f"{name}: {OLDER['fc_norm and norm_output']} do not read it")
+            findings.note(engines, f"{name}: {versions} do not read it")
+    text = f"max_position_embeddings is {draft.max_position_embeddings}"
+    text += ": vLLM drafts nothing, or fails, beyond that length"
+    findings.note(VLLM, f"{text}; write the target's if it is longer")
     if draft.form == "mla" and not draft.q_lora_rank:
         findings.unsupported(SGLANG, "no q_lora_rank: SGLang's MLA draft needs one; serve with vLLM")
         if config.get("q_lora_rank") is not None:
@@ -155,12 +152,11 @@ def _scaling(values: dict | None) -> dict:
 def _check_yarn(draft: DraftConfig, findings: Findings) -> None:
     """YaRN's factor on cos and sin. No SGLang reads attention_factor, and some versions do not read mscale."""
     factor, scaling = rope_frequencies(draft, draft.head_dim)[1], draft.rope_scaling
-    plain = yarn_mscale(scaling["factor"])
-    with_mscale = plain
+    plain = with_mscale = yarn_mscale(scaling["factor"])
     if None not in (numbers := [scaling.get(key) for key in ("mscale", "mscale_all_dim")]):
         with_mscale = yarn_mscale(scaling["factor"], numbers[0]) / yarn_mscale(scaling["factor"], numbers[1])
-    for versions, made in ((OLDER["rope mscale"], plain), ("SGLang", with_mscale)):
-        value = scaling.get("attn_factor", 1.0) * made
+    for versions, computed in ((SOME_SGLANG, plain), ("SGLang", with_mscale)):
+        value = scaling.get("attn_factor", 1.0) * computed
         if not math.isclose(value, factor, rel_tol=1e-3):
             text = f"yarn: {versions} multiply cos and sin by {value:.4g}, vLLM by {factor:.4g}; in rope_scaling"
             fix = f"write attention_factor {factor:g} and attn_factor {factor / plain:g} in place of mscale"

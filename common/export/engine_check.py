@@ -15,9 +15,13 @@ from torch import Tensor
 from common.draft.config import DraftConfig
 from common.draft.network import Draft
 from common.export.config_check import check_config
-from common.export.findings import BOTH, LEVELS, OLDER, SGLANG, VLLM, Findings
-from common.export.published_draft import HEAD_NORMS, draft_form, draft_sizes, our_name, read_config, read_tensors
+from common.export.findings import BOTH, LEVELS, SGLANG, SOME_SGLANG, VLLM, Findings
+from common.export.published_draft import HEAD_NORMS, engine_names, read_config, read_tensors, tensor_fault
+from common.export.served_config import LAYER_IDS, read_draft_config
 from common.pipeline.errors import UserError
+from common.pipeline.files import read_json
+
+LAYER = re.compile(r"layers\.(\d+)\.")
 
 
 def inspect(folder: Path, target_type: str = "") -> Findings:
@@ -25,27 +29,19 @@ def inspect(folder: Path, target_type: str = "") -> Findings:
 
     `target_type`: the target's model_type where it is known; SGLang counts the aux layers of some targets differently.
     """
-    findings = Findings()
-    config = read_config(folder, findings)
+    findings, values = Findings(), read_json(folder / "config.json")
     try:
-        tensors = read_tensors(folder, findings)
-    except UserError as error:
+        config = read_config(values, findings)
+        draft = read_draft_config(config)
+        stored = read_tensors(folder, findings)
+    except (UserError, ValueError, TypeError) as error:
         findings.error(BOTH, str(error))
         return findings
-    if config is None:
-        return findings
-    tensors = _renamed(tensors, draft_form(config), findings)
-    if "fc.weight" not in tensors and (config.get("eagle_config") or {}).get("use_aux_hidden_state") is False:
+    tensors = engine_names(stored)
+    if "fc.weight" not in tensors and config["eagle_config"].get("use_aux_hidden_state") is False:
         config["last_state_only"] = True
-    aux_states = _aux_states(config, tensors, findings)
-    try:
-        draft = draft_sizes(config, num_aux_hidden_states=aux_states)
-    except KeyError as key:
-        findings.error(BOTH, f"config.json has no {key}: add it")
-        return findings
-    except (ValueError, TypeError) as error:
-        findings.error(BOTH, f"config.json: {error}")
-        return findings
+    draft = replace(draft, num_aux=_aux_states(config, draft, tensors.get("fc.weight"), findings))
+    _check_names(draft, stored, findings)
     _check_shapes(config, draft, tensors, findings)
     _check_vocabulary(config, draft, tensors, findings)
     check_config(config, draft, target_type, findings)
@@ -55,40 +51,33 @@ def inspect(folder: Path, target_type: str = "") -> Findings:
 def print_findings(folder: Path) -> int:
     """Print one line a finding and a verdict; return the exit code: 0 where an engine would serve the draft, else 2."""
     findings = inspect(folder)
-    for finding in sorted(findings, key=lambda finding: LEVELS.index(finding.level)):
-        print(finding)
+    print(*sorted(findings, key=lambda finding: LEVELS.index(finding.level)), sep="\n")
     engines = findings.servable()
     print(f"{folder}: " + (f"servable with {' and '.join(engines)}" if engines else "not servable"))
     return 0 if engines else 2
 
 
-def _renamed(tensors: dict[str, Tensor], form: str, findings: Findings) -> dict[str, Tensor]:
-    """The tensors under the names that both engines read."""
-    if any(name.startswith("model.") for name in tensors):
-        findings.error(
-            VLLM, 'names begin with "model.", which vLLM adds itself: it finds no such parameter; leave it out'
-        )
-    if any(re.match(r"(model\.)?layers\.0\.", name) for name in tensors) and form == "llama":
-        text = f'"layers.0.*" names: {OLDER["layers.0 names"]} skip them silently and accept nothing'
+def _check_names(draft: DraftConfig, stored: dict[str, Tensor], findings: Findings) -> None:
+    if any(name.startswith("model.") for name in stored):
+        text = 'names begin with "model.", which vLLM adds itself: it finds no such parameter'
+        findings.error(VLLM, f'{text}; leave "model." out')
+    if draft.form == "llama" and any(name.removeprefix("model.").startswith("layers.0.") for name in stored):
+        text = f'"layers.0.*" names: {SOME_SGLANG} skip them silently and accept nothing'
         findings.note(SGLANG, f'{text}; rename them to "midlayer.*"')
-    return {our_name(name): tensor for name, tensor in tensors.items()}
 
 
-def _aux_states(config: dict, tensors: dict[str, Tensor], findings: Findings) -> int:
+def _aux_states(config: dict, draft: DraftConfig, fc: Tensor | None, findings: Findings) -> int:
     """The number of aux states that fc reads; a finding where the engines would build an fc of another width."""
-    fc = tensors.get("fc.weight")
-    nested = (config.get("eagle_config") or {}).get("eagle_aux_hidden_state_layer_ids")
-    built = config.get("num_aux_hidden_states") or (len(nested) if nested else 3)
-    width = config.get("target_hidden_size") or config.get("hidden_size")
-    if fc is None or fc.ndim != 2 or not isinstance(width, int) or fc.shape[1] % width:
+    built = config.get("num_aux_hidden_states") or len(config["eagle_config"].get(LAYER_IDS) or (1, 2, 3))
+    width = config.get("target_hidden_size") or draft.hidden_size
+    if fc is None or fc.ndim != 2 or fc.shape[1] % width:
         return built
     count = fc.shape[1] // width
     if count != built:
         text = f"fc.weight reads {count} aux states, the engines would build {built}"
         findings.error(BOTH, f"{text}: set num_aux_hidden_states to {count}")
     elif count != 3:
-        older = OLDER["fc of other than three states"]
-        findings.note(SGLANG, f"fc.weight reads {count} aux states: {older} build an fc of 3 and refuse it")
+        findings.note(SGLANG, f"fc.weight reads {count} aux states: {SOME_SGLANG} build an fc of 3 and refuse it")
     return count
 
 
@@ -98,8 +87,8 @@ def _check_shapes(config: dict, draft: DraftConfig, tensors: dict[str, Tensor], 
     plain = replace(draft, fc_norm=False, norm_before_fc=False) if other_width else draft
     with torch.device("meta"):
         model = Draft(plain, torch.empty(draft.vocab_size, draft.hidden_size))
-    wanted = {name: tuple(parameter.shape) for name, parameter in model.named_parameters()}
-    if config["architectures"] == [HEAD_NORMS]:
+    wanted = {name: parameter.shape for name, parameter in model.named_parameters()}
+    if config["architecture"] == HEAD_NORMS:
         wanted |= {f"midlayer.self_attn.{name}.weight": (draft.head_dim,) for name in ("q_norm", "k_norm")}
     if other_width:
         wanted["fc.weight"] = (draft.hidden_size, draft.num_aux * config["target_hidden_size"])
@@ -110,19 +99,14 @@ def _check_shapes(config: dict, draft: DraftConfig, tensors: dict[str, Tensor], 
     if quantised:
         findings.note(BOTH, "quantised weights: shapes and values of the decoder layer are not checked")
     for name, shape in wanted.items():
-        if name not in tensors and name in ("embed_tokens.weight", "lm_head.weight"):
-            continue  # engines may share the target's
+        tensor = tensors.get(name)
         if quantised and "midlayer" in name:
             continue
-        if name not in tensors:
-            findings.error(BOTH, f"{name} is missing: engines keep random values for it and accept nothing")
-        elif tuple(tensors[name].shape) != shape:
-            findings.error(BOTH, f"{name} has shape {list(tensors[name].shape)}, config.json says {list(shape)}")
-        elif not tensors[name].is_floating_point():
-            findings.error(BOTH, f"{name} is {tensors[name].dtype}, expected a float type")
-        elif not torch.isfinite(tensors[name].float()).all():
-            findings.error(BOTH, f"{name} is not finite: no draft token would be accepted")
-        elif name in ("lm_head.weight", "norm.weight") and not tensors[name].any():
+        if tensor is None and name in ("embed_tokens.weight", "lm_head.weight"):
+            continue  # engines may share the target's
+        if fault := tensor_fault(tensor, shape):
+            findings.error(BOTH, f"{name} {fault}")
+        elif name in ("lm_head.weight", "norm.weight") and not tensor.any():
             findings.error(BOTH, f"{name} is all zero: no draft token would be accepted")
     if "embed_tokens.weight" not in tensors and other_width:
         findings.error(BOTH, "embed_tokens.weight is missing, and the target's has another width: it stays random")
@@ -130,19 +114,16 @@ def _check_shapes(config: dict, draft: DraftConfig, tensors: dict[str, Tensor], 
         findings.note(BOTH, "no embed_tokens.weight: both engines take the target's")
     _check_biases(config, tensors, findings)
     layers = config.get("num_hidden_layers", 1)
-    further = {int(match[1]) for match in (re.match(r"layers\.(\d+)\.", name) for name in tensors) if match}
-    if set(range(1, layers)) - further:
-        stored = sorted(further | {0})
-        findings.error(
-            BOTH, f"num_hidden_layers is {layers}, but only layers {stored} are stored: the others stay random"
-        )
-    known = {*wanted, "d2t", "t2d"}
-    unread = [name for name in tensors if name not in known and "rotary_emb" not in name and not name.endswith(".bias")]
-    unread = [name for name in unread if not ((m := re.match(r"layers\.(\d+)\.", name)) and int(m[1]) < layers)]
+    layer_of = {name: int(match[1]) for name in tensors if (match := LAYER.match(name))}
+    if set(range(1, layers)) - set(layer_of.values()):
+        text = f"num_hidden_layers is {layers}, but only layers {sorted({0, *layer_of.values()})} are stored"
+        findings.error(BOTH, f"{text}: the others stay random")
+    read = {*wanted, "d2t", "t2d", *(name for name, layer in layer_of.items() if layer < layers)}
+    unread = [name for name in tensors if name not in read and "rotary_emb" not in name and not name.endswith(".bias")]
     if unread and not (quantised or other_width):
         names = ", ".join(unread[:3]) + (f" and {len(unread) - 3} more" if len(unread) > 3 else "")
         findings.error(VLLM, f"{names}: vLLM has no such parameter and refuses the draft; leave it out")
-        findings.note(SGLANG, f"{names}: skipped")
+        findings.note(SGLANG, f"{names}: SGLang skips tensors that it does not know")
 
 
 def _check_biases(config: dict, tensors: dict[str, Tensor], findings: Findings) -> None:
@@ -164,13 +145,12 @@ def _check_vocabulary(config: dict, draft: DraftConfig, tensors: dict[str, Tenso
     if "draft_vocab_size" not in config:
         findings.error(SGLANG, "draft_vocab_size is missing: SGLang reads it without a default; add it")
     if config.get("tie_word_embeddings"):
-        findings.error(
-            SGLANG, "tie_word_embeddings is true: SGLang would use the embedding as the head; set it to false"
-        )
+        text = "tie_word_embeddings is true: SGLang would use the embedding as the head"
+        findings.error(SGLANG, f"{text}; set tie_word_embeddings to false")
     if "lm_head.weight" not in tensors:
         if reduced:
-            text = "vLLM takes the first rows of the target's head, SGLang keeps random values"
-            findings.error(BOTH, f"lm_head.weight is missing: {text}")
+            text = "lm_head.weight is missing: vLLM takes the first rows of the target's head"
+            findings.error(BOTH, f"{text}, SGLang keeps random values")
         elif config.get("draft_vocab_size") is not None:
             text = "lm_head.weight is missing: it stays random"
             findings.error(SGLANG, f"{text}; set draft_vocab_size to null and SGLang takes the target's")
@@ -180,17 +160,19 @@ def _check_vocabulary(config: dict, draft: DraftConfig, tensors: dict[str, Tenso
     if not reduced:
         if d2t is not None:
             findings.error(VLLM, "d2t with a full vocabulary: vLLM has no such parameter; leave d2t and t2d out")
-        return
-    if d2t is None:
+    elif d2t is None:
         findings.error(BOTH, "d2t is missing: engines take draft ids for target ids and accept nothing")
-        return
-    if tuple(d2t.shape) != (draft.draft_vocab_size,):
+    elif tuple(d2t.shape) != (draft.draft_vocab_size,):
         findings.error(BOTH, f"d2t has shape {list(d2t.shape)}, expected {[draft.draft_vocab_size]}")
-        return
+    else:
+        _check_mapping(d2t, t2d, draft.vocab_size, findings)
+
+
+def _check_mapping(d2t: Tensor, t2d: Tensor | None, vocab_size: int, findings: Findings) -> None:
     if d2t.dtype != torch.int64:
         findings.note(BOTH, f"d2t is {d2t.dtype}: both engines convert it; int64 is usual")
     ids = torch.arange(len(d2t)) + d2t.long()
-    outside = int(((ids < 0) | (ids >= draft.vocab_size)).sum())
+    outside = int(((ids < 0) | (ids >= vocab_size)).sum())
     if outside or len(ids.unique()) < len(ids):
         what = f"{outside} target ids lie outside the vocabulary" if outside else "several draft ids mean one target id"
         absolute = bool((d2t[1:] > d2t[:-1]).all())  # offsets stay equal between neighbouring target ids, ids never do
@@ -198,5 +180,5 @@ def _check_vocabulary(config: dict, draft: DraftConfig, tensors: dict[str, Tenso
         findings.error(BOTH, f"d2t holds offsets (target id = draft id + d2t), but {what}{fix}")
     elif t2d is None:
         findings.note(BOTH, "no t2d: no engine reads it, but a warm start rebuilds it from d2t")
-    elif tuple(t2d.shape) != (draft.vocab_size,) or not torch.equal(t2d.bool().nonzero().flatten(), ids):
+    elif tuple(t2d.shape) != (vocab_size,) or not torch.equal(t2d.bool().nonzero().flatten(), ids):
         findings.error(BOTH, "d2t and t2d contradict each other: rows of the head may mean other tokens")

@@ -9,21 +9,13 @@ LEVELS = ("error", "unsupported", "note")
 
 # The versions whose source was read for the checks. A test compares vLLM's with the one that the rehearsal installs.
 CHECKED = {VLLM: "0.32", SGLANG: "0.5.23"}
-# Versions that do not read what CHECKED reads. For SGLang only "0.5.23 reads it" is known, not the first that does.
+# SGLang versions that lack an option which CHECKED has; which version was the first to have it is not known.
 SOME_SGLANG = "some SGLang versions before 0.5.23"
-OLDER = {
-    "fc_norm and norm_output": f"vLLM before 0.22 and {SOME_SGLANG}",
-    "norm_before_fc": SOME_SGLANG,
-    "fc of other than three states": SOME_SGLANG,
-    "layers.0 names": SOME_SGLANG,
-    "rope mscale": SOME_SGLANG,
-    "V1 runner": "vLLM's V1 model runner (the only one on a CPU, gone in 0.34)",
-}
 
 
 @dataclass(frozen=True)
 class Finding:
-    """One thing that an engine would do with the folder.
+    """One thing that an engine would do with a draft's folder.
 
     `level`: "error" (the folder is wrong: the engine refuses it or serves another draft than was trained),
     "unsupported" (the folder is right, but the engine cannot compute this draft) or "note".
@@ -50,11 +42,11 @@ class Findings(list):
         self.append(Finding("note", engine, text))
 
     def faults(self) -> list[str]:
-        """What is wrong with the folder itself; empty for one that may be published."""
+        """The texts of all errors; a folder without any may be published."""
         return [f.text for f in self if f.level == "error"]
 
     def errors(self, engine: str) -> list[str]:
-        """Why `engine` would not serve the draft as it was trained."""
+        """The reasons why `engine` would not serve the draft as it was trained."""
         return [f.text for f in self if f.level != "note" and engine in f.engine]
 
     def servable(self) -> list[str]:

@@ -12,83 +12,60 @@ from safetensors import SafetensorError
 from safetensors.torch import load_file
 from torch import Tensor
 
-from common.draft.config import DraftConfig
-from common.export.findings import BOTH, ENGINES, SGLANG, VLLM, Findings
-from common.export.served_config import ARCHITECTURES, read_draft_config
+from common.export.findings import BOTH, SGLANG, VLLM, Findings
+from common.export.served_config import ARCHITECTURES, LAYER_IDS, NORM_KEYS
 from common.pipeline.errors import UserError
-from common.pipeline.files import read_json
 from common.target.tensors import INDEX, read_weight_map
 
 HEAD_NORMS = "Eagle3Qwen3ForCausalLM"  # the llama form with norms on queries and keys, which only vLLM has
-FORMS = {  # architecture -> (our form, the engines that know the name)
-    "LlamaForCausalLMEagle3": ("llama", ENGINES),
-    "Eagle3LlamaForCausalLM": ("llama", (VLLM,)),
-    "Eagle3MiniMaxM2ForCausalLM": ("llama", (VLLM,)),
-    "Eagle3Qwen2_5vlForCausalLM": ("llama", (VLLM,)),
-    "Eagle3Qwen3vlForCausalLM": ("llama", (VLLM,)),
-    "LlamaForCausalLM": ("llama", (VLLM,)),  # vLLM puts "Eagle3" before it
-    HEAD_NORMS: ("llama", (VLLM,)),
-    "Eagle3DeepseekV2ForCausalLM": ("mla", ENGINES),
-    "Eagle3DeepseekV3ForCausalLM": ("mla", (VLLM,)),
+# Architecture -> our form. vLLM has all of them, and puts "Eagle3" before "LlamaForCausalLM"; SGLang has ARCHITECTURES.
+FORMS = {
+    **dict.fromkeys(("LlamaForCausalLMEagle3", "Eagle3LlamaForCausalLM", "LlamaForCausalLM", HEAD_NORMS), "llama"),
+    **dict.fromkeys(("Eagle3Qwen2_5vlForCausalLM", "Eagle3Qwen3vlForCausalLM", "Eagle3MiniMaxM2ForCausalLM"), "llama"),
+    **dict.fromkeys(("Eagle3DeepseekV2ForCausalLM", "Eagle3DeepseekV3ForCausalLM"), "mla"),
 }
-SPECULATORS_KEYS = ("draft_vocab_size", "target_hidden_size", "eagle_aux_hidden_state_layer_ids")
-SPECULATORS_KEYS += ("norm_before_residual", "norm_before_fc", "fc_norm", "norm_output")
-# What trainers leave beside a draft's weights.
-TRAINING_FILE = re.compile(r"(training_args|optimizer|scheduler|scaler|rng_state)")
+TRAINING_FILE = re.compile(r"(training_args|optimizer|scheduler|scaler|rng_state)")  # trainers save them with a draft
 DEFAULTS = {"rms_norm_eps": 1e-6, "max_position_embeddings": 2048}  # LlamaConfig's
 
 
-def read_config(folder: Path, findings: Findings) -> dict | None:
-    """config.json as one flat table with defaults filled in; raises UserError where it is missing or no JSON object.
+def read_config(stored, findings: Findings) -> dict:
+    """The stored config.json as one flat table, with defaults, that read_draft_config reads.
 
-    None, with an error finding, where it describes no EAGLE-3 draft.
+    `architectures` becomes this project's name of the form, `architecture` keeps the stored name. Raises UserError
+    where the config describes no EAGLE-3 draft.
     """
-    config = read_json(folder / "config.json")
-    if not isinstance(config, dict):
-        raise UserError(f"{folder / 'config.json'} must be a JSON object")
-    if "speculators_model_type" in config:
-        config = _from_speculators(config, findings)
-        if config is None:
-            return None
+    if not isinstance(stored, dict):
+        raise UserError("config.json must be a JSON object")
+    config = _from_speculators(stored, findings) if "speculators_model_type" in stored else stored
     for name, default in DEFAULTS.items():
         if name not in config:
             findings.note(BOTH, f"no {name}: engines take transformers' default, {default:g}")
-    if "norm_before_fc" in (eagle := config.get("eagle_config") or {}):  # both engines look there first
-        config = config | {"norm_before_fc": eagle["norm_before_fc"]}
-    names = config.get("architectures") or []
+    names, eagle = config.get("architectures") or [], config.get("eagle_config") or {}
     if len(names) != 1 or names[0] not in FORMS:
-        findings.error(BOTH, f"architectures is {names}, expected one EAGLE-3 architecture of {', '.join(FORMS)}")
-        return None
-    return DEFAULTS | config
+        raise UserError(f"architectures is {names}, expected one EAGLE-3 architecture of {', '.join(FORMS)}")
+    config = DEFAULTS | config | {"architecture": names[0], "eagle_config": eagle}
+    if "norm_before_fc" in eagle:  # both engines look there first
+        config["norm_before_fc"] = eagle["norm_before_fc"]
+    return config | {"architectures": [ARCHITECTURES[FORMS[names[0]]]]}
 
 
-def _from_speculators(config: dict, findings: Findings) -> dict | None:
+def _from_speculators(config: dict, findings: Findings) -> dict:
     """The flat config that vLLM makes of a nested one of the speculators library."""
     kind, layer = config["speculators_model_type"], config.get("transformer_layer_config")
     if kind != "eagle3" or not isinstance(layer, dict):
         text = f"speculators format with speculators_model_type {kind!r}"
-        findings.error(BOTH, f"{text}, expected 'eagle3' with a transformer_layer_config")
-        return None
+        raise UserError(f"{text}, expected 'eagle3' with a transformer_layer_config")
     text = "speculators format: its architecture is unknown to SGLang"
     findings.unsupported(SGLANG, f'{text}; use the folder with "midlayer.*" names')
     if layer.get("model_type", "llama") != "llama":
         findings.note(VLLM, f"the layer's model_type is {layer['model_type']}; it is checked as if it were llama")
     flat = {**layer, "architectures": ["Eagle3LlamaForCausalLM"], "speculators": True, "norm_before_residual": True}
-    return flat | {name: config[name] for name in SPECULATORS_KEYS if config.get(name) is not None}
-
-
-def draft_form(config: dict) -> str:
-    """The form, "llama" or "mla", of a config as read_config returns it."""
-    return FORMS[config["architectures"][0]][0]
-
-
-def draft_sizes(config: dict, **changes) -> DraftConfig:
-    """The sizes in a config as read_config returns it, changed by `changes`. Raises KeyError, ValueError, TypeError."""
-    return read_draft_config(config | {"architectures": [ARCHITECTURES[draft_form(config)]]} | changes)
+    keys = ("draft_vocab_size", "target_hidden_size", LAYER_IDS, *NORM_KEYS)
+    return flat | {name: config[name] for name in keys if config.get(name) is not None}
 
 
 def foreign_options(config: dict) -> list[str]:
-    """Options of a config that change the computation and no shape, and that the network here does not have."""
+    """Options in a config that change what a draft computes, but no tensor's shape, and that our network lacks."""
     plain = {"hidden_act": "silu", "attention_bias": False, "mlp_bias": False, "partial_rotary_factor": 1}
     plain |= {"rotary_dim": config.get("head_dim", config.get("rotary_dim")), "use_sliding_window": False}
     options = [f"{key} {config[key]!r}" for key, value in plain.items() if config.get(key) not in (None, value)]
@@ -100,9 +77,9 @@ def foreign_options(config: dict) -> list[str]:
 
 
 def weight_files(folder: Path) -> list[Path]:
-    """The files that engines read a draft's weights from; raises UserError where there are none, or one is missing.
+    """The files from which engines read a draft's weights; raises UserError for a missing file or an empty folder.
 
-    Those that the index names, else all safetensors, else the pickles, as the first EAGLE-3 drafts were published.
+    These are the files that the index names, else all safetensors, else the pickles of the first EAGLE-3 drafts.
     """
     stored = {path.name: path for path in sorted(folder.glob("*.safetensors")) if not TRAINING_FILE.match(path.name)}
     if (index := folder / INDEX).is_file():
@@ -117,7 +94,7 @@ def weight_files(folder: Path) -> list[Path]:
 
 
 def read_tensors(folder: Path, findings: Findings) -> dict[str, Tensor]:
-    """All tensors of a draft's folder under the names that are stored; raises UserError in one line."""
+    """All tensors of a draft's folder under their stored names; raises UserError for a missing or damaged file."""
     files, index, tensors = weight_files(folder), folder / INDEX, {}
     file_of = read_weight_map(index) if index.is_file() else {}
     for file in files:
@@ -147,6 +124,19 @@ def _read_file(file: Path) -> dict[str, Tensor]:
     return tensors
 
 
-def our_name(name: str) -> str:
-    """A tensor's name as both engines read it: midlayer.* without a prefix."""
-    return re.sub(r"^layers\.0\.", "midlayer.", name.removeprefix("model."))
+def engine_names(tensors: dict[str, Tensor]) -> dict[str, Tensor]:
+    """The tensors under the names that both engines read: `midlayer.*` for the decoder layer, and no prefix."""
+    return {re.sub(r"^layers\.0\.", "midlayer.", name.removeprefix("model.")): t for name, t in tensors.items()}
+
+
+def tensor_fault(tensor: Tensor | None, shape: torch.Size) -> str | None:
+    """What is wrong with a stored tensor for a parameter of this shape; None for nothing."""
+    if tensor is None:
+        return "is missing: engines keep random values for it and accept nothing"
+    if tensor.shape != shape:
+        return f"has shape {list(tensor.shape)}, config.json says {list(shape)}"
+    if not tensor.is_floating_point():
+        return f"is {tensor.dtype}, expected a float type"
+    if not torch.isfinite(tensor.float()).all():
+        return "is not finite: no draft token would be accepted"
+    return None

@@ -14,36 +14,25 @@ from common.pipeline.errors import UserError
 from common.pipeline.files import atomic_folder, read_json, write_json
 
 
-def export(
-    folder: Path,
-    draft: Draft,
-    d2t: Tensor,
-    t2d: Tensor,
-    aux_layers: tuple[int, ...],
-    text: dict,
-    embedding: bool = True,
-) -> Findings:
+def export(folder: Path, draft: Draft, d2t: Tensor, t2d: Tensor, aux_layers: tuple[int, ...], text: dict) -> Findings:
     """Write the served folder, check it for both engines, read it back, publish it; returns the check's findings.
 
-    bf16 weights; d2t int64 [D] and t2d bool [V] are left out for a full vocabulary, the embedding where `embedding` is
-    false. `text`: the target's text config. Raises UserError where the check finds a fault or the weights read back
-    differently; `folder` then stays as it was.
+    Weights are bf16; d2t int64 [D] and t2d bool [V] are left out for a full vocabulary. `text`: the target's text
+    config. Raises UserError where the check finds a fault or the weights read back differently; `folder` then stays as
+    it was.
     """
     tensors = {name: p.detach().cpu().to(torch.bfloat16).contiguous() for name, p in draft.named_parameters()}
-    if not embedding:
-        del tensors["embed_tokens.weight"]
     if draft.config.draft_vocab_size < draft.config.vocab_size:
         tensors |= {"d2t": d2t.long().contiguous(), "t2d": t2d.bool().contiguous()}
     with atomic_folder(folder) as temporary:
         save_file(tensors, temporary / "model.safetensors", {"format": "pt"})
         write_json(temporary / "config.json", served_config(draft.config, aux_layers, text))
         findings = inspect(temporary, text.get("model_type", ""))
-        problems = findings.faults()
-        if not problems:
-            stored = load_file(temporary / "model.safetensors")
-            problems = [f"{n} read back differently" for n, t in tensors.items() if not torch.equal(stored[n], t)]
-        if problems:
-            raise UserError(f"{folder} was not written, as it would not serve: {'; '.join(problems)}")
+        stored = load_file(temporary / "model.safetensors")
+        changed = [name for name, tensor in tensors.items() if not torch.equal(stored[name], tensor)]
+        faults = findings.faults() or [f"{name} read back differently" for name in changed]
+        if faults:
+            raise UserError(f"{folder} was not written, as it would not serve: {'; '.join(faults)}")
     return findings
 
 

@@ -3,40 +3,23 @@
 vLLM reads it too: `vllm serve FOLDER` alone starts the target with the draft. SGLang does not.
 """
 
+import re
 from pathlib import Path
 
 from safetensors.torch import load_file, save_file
 
-from common.draft.config import DraftConfig
-from common.export.served_config import read_draft_config, rope_settings
+from common.export.served_config import ARCHITECTURES, LAYER_IDS, NORM_KEYS
 from common.pipeline.errors import UserError
 from common.pipeline.files import atomic_folder, read_json, write_json
 
 VERSION = "0.9.0"
-LAYER_PREFIX = "midlayer."
+DRAFT_KEYS = ("draft_vocab_size", LAYER_IDS, *NORM_KEYS)  # beside the nested config of the decoder layer
+ENGINE_KEYS = ("eagle_config", "num_aux_hidden_states")  # of the served config alone
 
 
-def speculators_config(draft: DraftConfig, served: dict, target: str, draft_tokens: int) -> dict:
+def speculators_config(served: dict, target: str, draft_tokens: int) -> dict:
     """config.json in the speculators layout. `served`: the served config, `target`: the target's name or folder."""
-    layer = {
-        "model_type": "llama",
-        "architectures": ["LlamaForCausalLM"],
-        "hidden_size": draft.hidden_size,
-        "intermediate_size": draft.intermediate_size,
-        "num_attention_heads": draft.num_attention_heads,
-        "num_key_value_heads": draft.num_key_value_heads,
-        "head_dim": draft.head_dim,
-        "num_hidden_layers": 1,
-        "hidden_act": "silu",
-        "attention_bias": False,
-        "mlp_bias": False,
-        "vocab_size": draft.vocab_size,
-        "rms_norm_eps": draft.rms_norm_eps,
-        **rope_settings(draft),
-        "max_position_embeddings": draft.max_position_embeddings,
-        "tie_word_embeddings": False,
-        **{name: served.get(name) for name in ("bos_token_id", "eos_token_id", "torch_dtype")},
-    }
+    layer = {key: value for key, value in served.items() if key not in (*DRAFT_KEYS, *ENGINE_KEYS)}
     proposal = {"proposal_type": "greedy", "speculative_tokens": draft_tokens, "verifier_accept_k": 1}
     return {
         "architectures": ["Eagle3DraftModel"],
@@ -48,10 +31,8 @@ def speculators_config(draft: DraftConfig, served: dict, target: str, draft_toke
             "proposal_methods": [proposal | {"accept_tolerance": 0.0}],
             "verifier": {"name_or_path": target, "architectures": []},
         },
-        "transformer_layer_config": layer,
-        "draft_vocab_size": draft.draft_vocab_size,
-        "eagle_aux_hidden_state_layer_ids": served["eagle_aux_hidden_state_layer_ids"],
-        **{n: getattr(draft, n) for n in ("norm_before_residual", "norm_before_fc", "fc_norm", "norm_output")},
+        "transformer_layer_config": layer | {"architectures": ["LlamaForCausalLM"], "mlp_bias": False},
+        **{key: served[key] for key in DRAFT_KEYS},
         "target_hidden_size": None,
         "embed_requires_grad": False,
         "tie_word_embeddings": False,
@@ -60,19 +41,17 @@ def speculators_config(draft: DraftConfig, served: dict, target: str, draft_toke
 
 
 def write_speculators(folder: Path, served: Path, target: str, draft_tokens: int) -> None:
-    """Write `served`, a folder that `export` has checked, again in the speculators layout; raises UserError for a form
-    that the layout cannot describe."""
+    """Write `served`, a folder that `export` has checked, again in the speculators layout.
+
+    Raises UserError for a draft that the layout cannot describe.
+    """
     config = read_json(served / "config.json")
-    draft = read_draft_config(config)
-    if draft.form != "llama":
+    if config["architectures"] != [ARCHITECTURES["llama"]]:
         raise UserError("the speculators format has no MLA draft; use --form llama or --export-format eagle3")
-    if draft.norm_before_fc and draft.fc_norm:
+    if config["norm_before_fc"] and config["fc_norm"]:
         raise UserError("the speculators format takes norm_before_fc or fc_norm, not both")
     tensors = load_file(served / "model.safetensors")
-    renamed = {
-        f"layers.0.{name.removeprefix(LAYER_PREFIX)}" if name.startswith(LAYER_PREFIX) else name: tensor
-        for name, tensor in tensors.items()
-    }
     with atomic_folder(folder) as temporary:
+        renamed = {re.sub(r"^midlayer\.", "layers.0.", name): tensor for name, tensor in tensors.items()}
         save_file(renamed, temporary / "model.safetensors", {"format": "pt"})
-        write_json(temporary / "config.json", speculators_config(draft, config, target, draft_tokens))
+        write_json(temporary / "config.json", speculators_config(config, target, draft_tokens))

@@ -9,20 +9,14 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
-from common.dataset.draft_vocabulary import kept_tokens, mappings
+from common.dataset.draft_vocabulary import kept_tokens
 from common.draft.config import SCALINGS, DraftConfig
 from common.draft.network import Draft
+from common.export import published_draft
 from common.export.findings import Findings
-from common.export.published_draft import (
-    draft_sizes,
-    foreign_options,
-    our_name,
-    read_config,
-    read_tensors,
-    weight_files,
-)
+from common.export.served_config import LAYER_IDS, read_draft_config
 from common.pipeline.errors import UserError
-from common.pipeline.files import sha256
+from common.pipeline.files import read_json, sha256
 
 DERIVED = "rotary_emb.inv_freq"  # a buffer that some checkpoints store; it follows from the config
 
@@ -37,55 +31,36 @@ class Published:
     d2t: Tensor
     t2d: Tensor
 
-    @torch.no_grad()
     def fill(self, draft: Draft) -> None:
         """Copy the weights into `draft`, built with `self.config`; raises UserError that names what does not fit."""
-        parameters = dict(draft.named_parameters())
-        problems = [
-            f"{name} is missing" for name in parameters if name not in self.tensors and name != "embed_tokens.weight"
-        ]
-        for name, tensor in self.tensors.items():
-            if name not in parameters:
-                problems.append(f"{name} is unknown")
-            elif parameters[name].shape != tensor.shape:
-                problems.append(f"{name} has shape {list(tensor.shape)}, expected {list(parameters[name].shape)}")
-            elif not tensor.is_floating_point():
-                problems.append(f"{name} is {tensor.dtype}")
-            elif not torch.isfinite(tensor.float()).all():
-                problems.append(f"{name} is not finite")
-        if problems:
-            raise UserError(f"train.warm_start {self.folder}: {'; '.join(problems[:4])}")
-        for name, tensor in self.tensors.items():
-            parameters[name].copy_(tensor)
+        shapes = {name: parameter.shape for name, parameter in draft.named_parameters()}
+        faults = [f"{name} is unknown" for name in self.tensors if name not in shapes]
+        for name, shape in shapes.items():
+            if name in self.tensors or name != "embed_tokens.weight":
+                fault = published_draft.tensor_fault(self.tensors.get(name), shape)
+                faults += [f"{name} {fault}"] if fault else []
+        if faults:
+            raise UserError(f"train.warm_start {self.folder}: {'; '.join(faults[:4])}")
+        draft.load_state_dict(self.tensors, strict=False)  # the embedding may be missing: it is the target's
 
 
 def read_published(folder: str, target: DraftConfig, aux_layers: tuple[int, ...]) -> Published:
     """A draft to initialise from; raises UserError that names what does not fit. `target`: a fresh draft's sizes."""
-    findings = Findings()
     try:
-        return _read_published(Path(folder), target, aux_layers, findings)
-    except KeyError as key:
-        raise UserError(f"train.warm_start {folder}: no {key} in config.json") from None
+        return _read_published(Path(folder), target, aux_layers)
     except (ValueError, TypeError, UserError) as error:
         raise UserError(f"train.warm_start {folder}: {error}") from None
 
 
-def _read_published(path: Path, target: DraftConfig, aux_layers: tuple[int, ...], findings: Findings) -> Published:
-    config = read_config(path, findings)
-    if config is None:
-        raise UserError(findings.faults()[-1])
-    if options := foreign_options(config):
-        raise UserError(
-            f"its config has {', '.join(options)}, which the draft here cannot compute; choose another draft"
-        )
-    sizes = draft_sizes(config)
-    tensors = {our_name(n): tensor for n, tensor in read_tensors(path, findings).items() if DERIVED not in n}
-    t2d, d2t = tensors.pop("t2d", None), tensors.pop("d2t", None)
-    if d2t is None:
-        sizes = replace(sizes, draft_vocab_size=sizes.vocab_size)
-        d2t, t2d = mappings(torch.arange(sizes.vocab_size), sizes.vocab_size)
-    elif t2d is None:
-        _, t2d = mappings(torch.arange(len(d2t)) + d2t, sizes.vocab_size)
+def _read_published(folder: Path, target: DraftConfig, aux_layers: tuple[int, ...]) -> Published:
+    ignored = Findings()  # of the engines
+    config = published_draft.read_config(read_json(folder / "config.json"), ignored)
+    if options := published_draft.foreign_options(config):
+        text = f"its config has {', '.join(options)}, which the draft here cannot compute"
+        raise UserError(f"{text}; choose another draft")
+    sizes = read_draft_config(config)
+    tensors = published_draft.engine_names(published_draft.read_tensors(folder, ignored))
+    tensors = {name: tensor for name, tensor in tensors.items() if DERIVED not in name}
     for name in ("hidden_size", "vocab_size"):
         if getattr(sizes, name) != getattr(target, name):
             raise UserError(f"{name} is {getattr(sizes, name)}, the target's is {getattr(target, name)}")
@@ -93,25 +68,26 @@ def _read_published(path: Path, target: DraftConfig, aux_layers: tuple[int, ...]
         sizes = replace(sizes, num_aux=tensors["fc.weight"].shape[1] // sizes.hidden_size)
     if sizes.num_aux != target.num_aux:
         raise UserError(f"fc.weight reads {sizes.num_aux} aux states, the shards hold {target.num_aux}")
-    layers = config.get("eagle_aux_hidden_state_layer_ids")
+    layers, nested = config.get(LAYER_IDS), config["eagle_config"].get(LAYER_IDS)
     if layers and tuple(layers) != aux_layers:
         raise UserError(f"trained on aux layers {layers}, the shards hold {list(aux_layers)}")
-    nested = (config.get("eagle_config") or {}).get("eagle_aux_hidden_state_layer_ids")
     if nested and tuple(nested) not in (aux_layers, tuple(layer - 1 for layer in aux_layers)):
         text = f"eagle_config names aux layers {nested}, in neither engine's count those of the shards"
         raise UserError(f"{text}, {list(aux_layers)}")
-    ids = kept_tokens(d2t.long(), t2d.bool())
-    # The rotary angles change no tensor's shape, so a config may lack them: they are then the target's.
-    same_rope = {} if config.get("rope_theta") or config.get("rope_parameters") else {"rope_theta": target.rope_theta}
-    sizes = replace(sizes, draft_vocab_size=len(ids), **same_rope)
+    d2t = tensors.pop("d2t", torch.zeros(sizes.vocab_size)).long()  # full vocabularies are published without
+    ids = torch.arange(len(d2t)) + d2t
+    t2d = tensors.pop("t2d", torch.isin(torch.arange(sizes.vocab_size), ids)).bool()
+    sizes = replace(sizes, draft_vocab_size=len(kept_tokens(d2t, t2d)))
+    if not config.get("rope_theta") and not config.get("rope_parameters"):
+        sizes = replace(sizes, rope_theta=target.rope_theta)  # no tensor depends on it, so a config may lack it
     if sizes.rope_type in ("default", *SCALINGS):  # the angles do not depend on the longest position
         sizes = replace(sizes, max_position_embeddings=target.max_position_embeddings)
-    return Published(path, sizes, tensors, d2t.long(), t2d.bool())
+    return Published(folder, sizes, tensors, d2t, t2d)
 
 
 def weight_hashes(folder: str) -> list[str]:
     """SHA-256 of each weight file: identifies a warm start's weights wherever the folder lies."""
     try:
-        return [sha256(file) for file in weight_files(Path(folder))]
+        return [sha256(file) for file in published_draft.weight_files(Path(folder))]
     except UserError as error:
         raise UserError(f"train.warm_start: {error}") from None

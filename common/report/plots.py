@@ -118,7 +118,7 @@ def bar_chart(bars: list[tuple[str, float, str]], x_label: str, y_label: str, pe
 
 
 def histogram(starts: list[int], counts: list[int], size: int, x_label: str, y_label: str) -> str:
-    """How many values lie in each bin of `size` from the given starts."""
+    """One bar for each bin: the number of values from its start to `start + size`."""
     chart = Chart(x_label, y_label)
     chart.axes.bar(starts, counts, width=0.9 * size, align="edge", color=placeholder("training"))
     return chart.svg()

@@ -5,8 +5,8 @@
 
 import json
 import math
-from collections import Counter
-from itertools import accumulate, pairwise
+from collections import Counter, defaultdict
+from itertools import accumulate
 from pathlib import Path
 from statistics import median
 
@@ -29,8 +29,8 @@ def write_report(
 ) -> None:
     """Write report.json and report.html. `metrics`: the lines of metrics.jsonl; `others`: those of other runs by name.
 
-    `facts` names the chosen checkpoint (`chosen_step`), the baselines and the tables of the last section; `samples`
-    are held-out replies as tokens. What --serve-eval measured stays in report.json.
+    `facts` has the step of the chosen checkpoint (`chosen_step`), the baselines and the tables of the section "Facts";
+    `samples` are held-out replies as tokens. Figures that --serve-eval measured stay in report.json.
     """
     trains = by_step(metrics, "train")
     curves = {name: [(t["step"], t[name]) for t in trains] for name in ("loss", "learning_rate", "grad_norm")}
@@ -48,9 +48,9 @@ def write_report(
 
 
 def update_report(folder: Path, **changes) -> bool:
-    """Replace figures of report.json; render report.html when they include a run's, and return whether they do.
+    """Replace figures of report.json; render report.html if report.json has a run's figures, and return whether it has.
 
-    `serving`: what was measured on a running server. It may be measured while the run trains, hence the lock.
+    The lock is needed because --serve-eval may change the figures (`serving`) while the run still trains.
     """
     folder.mkdir(parents=True, exist_ok=True)
     path = folder / "report.json"
@@ -68,7 +68,7 @@ def update_report(folder: Path, **changes) -> bool:
 
 
 def by_step(metrics: list[dict], kind: str) -> list[dict]:
-    """The lines of one kind by rising step; of two for a step the later one counts."""
+    """The metrics lines of one kind by rising step; the later of two lines for a step counts."""
     lines = {line["step"]: line for line in metrics if line["kind"] == kind}
     return [lines[step] for step in sorted(lines)]
 
@@ -77,17 +77,16 @@ def smooth(points: list[tuple]) -> list[tuple]:
     """Centred moving mean over a fortieth of the points; an exponential one would lag behind the true curve."""
     sums, reach, count = [0, *accumulate(value for _, value in points)], len(points) // 80, len(points)
     spans = [(max(0, i - reach), min(count, i + reach + 1)) for i in range(count)]
-    means = [(sums[stop] - sums[start]) / (stop - start) for start, stop in spans]
-    return [(step, mean) for (step, _), mean in zip(points, means, strict=True)]
+    return [(step, (sums[b] - sums[a]) / (b - a)) for (step, _), (a, b) in zip(points, spans, strict=True)]
 
 
 def thin(points: list[tuple]) -> list[tuple]:
     """At most MAX_POINTS points: the lowest and the highest of each bucket, so that no spike is lost."""
-    buckets = MAX_POINTS // 2
     if len(points) <= MAX_POINTS:
         return points
-    edges = [len(points) * i // buckets for i in range(buckets + 1)]
-    return sorted({pick(points[a:b], key=lambda p: p[1]) for a, b in pairwise(edges) for pick in (min, max)})
+    edges = range(0, len(points), math.ceil(2 * len(points) / MAX_POINTS))
+    buckets = [points[start : start + edges.step] for start in edges]
+    return sorted({pick(bucket, key=lambda p: p[1]) for bucket in buckets for pick in (min, max)})
 
 
 def lengths(values: list[int]) -> dict | None:
@@ -95,14 +94,12 @@ def lengths(values: list[int]) -> dict | None:
     if not values:
         return None
     size = max(values) // MAX_BINS + 1
-    bins = Counter(value // size for value in values)
-    starts = [size * i for i in sorted(bins)]
-    counts = [bins[start // size] for start in starts]
+    starts, counts = zip(*sorted(Counter(size * (value // size) for value in values).items()), strict=True)
     return {"starts": starts, "counts": counts, "size": size, "median": median(values), "longest": max(values)}
 
 
 def shown(tokens: list[dict]) -> dict:
-    """The first tokens of a sample, and how many of its written tokens the draft gave."""
+    """A sample's first tokens, and how many tokens it has, the target wrote and the draft proposed rightly."""
     judged = [token["accepted"] for token in tokens if token["accepted"] is not None]
     counts = {"count": len(tokens), "written": len(judged), "accepted": sum(hit > 0 for hit in judged)}
     return {"tokens": tokens[:SHOWN_TOKENS], **counts}
@@ -138,49 +135,40 @@ def page(figures: dict) -> str:
     main = str(MAIN_K) if str(MAIN_K) in ks or not ks else ks[-1]
     best = {name: max(lines, key=lambda e: length_at(e, main) or 0, default=None) for name, lines in others.items()}
     charts = training_charts(figures, own, ks, main)
-    names = {"figures": figures, "own": own, "baselines": baselines, "ks": ks, "main": main}
-    names |= {"best": best, "charts": charts}
-    helpers = (length_at, shares, margin, fixed, percent, duration, fact, visible)
-    text = render(TEMPLATE, **names, **{helper.__name__: helper for helper in helpers})
+    helpers = {f.__name__: f for f in (length_at, shares, margin, fixed, percent, duration, fact, visible)}
+    names = {"own": own, "baselines": baselines, "ks": ks, "main": main, "best": best, "charts": charts}
+    text = render(TEMPLATE, figures=figures, **names, **helpers)
     return text.encode("utf-8", "replace").decode()  # half characters (lone surrogates) become "?"
 
 
 def training_charts(figures: dict, own: dict | None, ks: list[str], main: str) -> list[dict]:
-    """The charts in the page's order: title, explanation, lines of the legend, SVG ("" without data)."""
+    """The charts in the page's order: name, lines of the legend, SVG ("" without data), step of the vertical line."""
     curves, evals, baselines = figures["curves"], figures["evals"], figures["baselines"]
-    mark = own and own["step"]
+    mark, length = own and own["step"], "acceptance length (tokens per target pass)"
     loss = [
         Line("training, each step", curves["loss"], "training", faint=True),
         Line("training, smoothed", curves["smooth_loss"], "training"),
         Line("held out", [(e["step"], e["loss"]) for e in evals], "draft"),
     ]
-    walks = [
-        Line(f"k = {k}", curve(evals, k), colour)
-        for k, colour in (("1", RAMP[0]), (main, "draft"), (ks[-1] if ks else "", RAMP[-1]))
-        if k in ks
-    ]
-    walks = list({line.name: line for line in walks}.values())  # fewer where k = 1, the main and the last are the same
-    ends = [evals[0]["step"], evals[-1]["step"]] if evals else []
+    colours = {"1": RAMP[0], main: "draft"} | dict.fromkeys(ks[-1:], RAMP[-1])
+    walks = [Line(f"k = {k}", curve(evals, k), colour) for k, colour in colours.items() if k in ks]
     for name in ("bigram", "untrained"):
-        if length_at(baselines.get(name), main):
-            floor = [(step, length_at(baselines[name], main)) for step in ends]
-            walks.append(Line(f"{name}, k = {main}", floor, name, dashed=True))
+        if floor := length_at(baselines.get(name), main):
+            points = [(evals[i]["step"], floor) for i in (0, -1) if evals]
+            walks.append(Line(f"{name}, k = {main}", points, name, dashed=True))
     for i, (name, lines) in enumerate(figures["others"].items()):
         walks.append(Line(f"{name}, k = {main}", curve(lines, main), OTHERS[i % len(OTHERS)], dashed=True))
-    steps = [
-        Line(
-            f"draft token {i + 1}",
-            [(e["step"], e["step_accuracy"][i]) for e in evals if i < len(e["step_accuracy"])],
-            RAMP[i % len(RAMP)],
-        )
-        for i in range(max((len(e["step_accuracy"]) for e in evals), default=0))
-    ]
+    accuracies = defaultdict(list)  # draft token -> [(step, accuracy)]
+    for e in evals:
+        for i, accuracy in enumerate(e["step_accuracy"]):
+            accuracies[i].append((e["step"], accuracy))
+    steps = [Line(f"draft token {i + 1}", points, RAMP[i % len(RAMP)]) for i, points in accuracies.items()]
     positions = [(str(i), share, "draft") for i, share in enumerate(shares(own, ks[-1]), 1)] if own and ks else []
     parts = [(part, of[main], f"{part}-bar") for part, of in own["by_part"].items() if of.get(main)] if own else []
     starts = [(f"{bin['from']:,}", bin["length"], "draft") for bin in own["by_place"]] if own else []
     speeds = [(k, speed, "draft") for k, speed in own["speed_up"].items() if speed] if own else []
     rate, norm = (Line(name, curves[name], "training") for name in ("learning_rate", "grad_norm"))
-    length, bins = "acceptance length (tokens per target pass)", figures["lengths"]
+    bins = figures["lengths"]
     charts = [
         ("walks", walks, line_chart(walks, length, low=1, mark=mark)),
         ("loss", loss[1:], line_chart(loss, "loss (nats)", mark=mark)),
@@ -212,6 +200,7 @@ def percent(share: float | None, decimals: int = 0) -> str:
 
 
 def duration(seconds: float) -> str:
+    """Seconds in the unit that suits a reader."""
     units = ((5400, 3600, "h"), (100, 60, "min"), (0, 1, "s"))
     return next(f"{seconds / unit:.1f} {name}" for least, unit, name in units if seconds >= least)
 

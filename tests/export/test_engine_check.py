@@ -20,7 +20,7 @@ def test_the_versions_that_were_read_are_those_that_the_rehearsal_installs():
 
 @pytest.mark.parametrize(
     "options",
-    [{}, {"form": "mla"}, {"kept": torch.arange(12)}, {"embedding": False}, {"fc_norm": True, "norm_output": True}],
+    [{}, {"form": "mla"}, {"kept": torch.arange(12)}, {"fc_norm": True, "norm_output": True}],
 )
 def test_what_we_export_is_served_by_both(tmp_path, options):
     found = inspect(write_draft(tmp_path / "export", **options))

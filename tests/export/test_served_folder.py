@@ -126,11 +126,6 @@ def test_the_config_gives_the_draft_back(tmp_path, options):
     assert "draft vocabulary 6 of 12" in describe(folder)
 
 
-def test_the_embedding_may_be_left_to_the_engine(tmp_path):
-    folder = write_draft(tmp_path / "export", embedding=False)
-    assert "embed_tokens.weight" not in load_file(folder / "model.safetensors") and inspect(folder).faults() == []
-
-
 @pytest.mark.parametrize("wrong", ["weight", "mapping"])
 def test_a_draft_that_would_not_serve_never_gets_the_final_name(tmp_path, wrong):
     """The last good export stays, too."""

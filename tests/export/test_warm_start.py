@@ -100,7 +100,7 @@ def test_the_other_spelling_is_the_same_draft_wherever_it_lies(run, published):
         ({"lm_head.weight": None}, {}, "lm_head.weight is missing"),
         ({"midlayer.mlp.extra": torch.ones(2)}, {}, "midlayer.mlp.extra is unknown"),
         ({"norm.weight": torch.full((16,), torch.nan)}, {}, "norm.weight is not finite"),
-        ({"lm_head.weight": torch.ones(20, 16)}, {}, "lm_head.weight has shape [20, 16], expected [24, 16]"),
+        ({"lm_head.weight": torch.ones(20, 16)}, {}, "lm_head.weight has shape [20, 16], config.json says [24, 16]"),
         ({}, {"hidden_size": 32}, "hidden_size is 32, the target's is 16"),
         ({}, {"vocab_size": 128}, "vocab_size is 128, the target's is 64"),
         ({"fc.weight": torch.ones(16, 32)}, {}, "fc.weight reads 2 aux states, the shards hold 3"),
@@ -111,7 +111,7 @@ def test_the_other_spelling_is_the_same_draft_wherever_it_lies(run, published):
         ({}, {"partial_rotary_factor": 0.5}, "its config has partial_rotary_factor 0.5"),
         ({}, {"architectures": ["BertModel"]}, "architectures is ['BertModel']"),
         ({"midlayer.self_attn.q_norm.weight": torch.ones(6)}, {}, "midlayer.self_attn.q_norm.weight is unknown"),
-        ({}, {"hidden_size": None}, "no 'hidden_size' in config.json"),
+        ({}, {"hidden_size": None}, "hidden_size is None in config.json, expected a whole number"),
     ],
 )
 def test_what_does_not_fit_is_named(run, published, tensors, config, said):

@@ -30,9 +30,9 @@ def make_draft(form="llama", kept=KEPT, **options) -> tuple[Draft, torch.Tensor,
     return draft, *mappings(kept, VOCAB)
 
 
-def write_draft(folder: Path, layers=(2, 5, 9), text=TEXT, embedding=True, **options) -> Path:
+def write_draft(folder: Path, layers=(2, 5, 9), text=TEXT, **options) -> Path:
     """Export a draft into `folder`."""
-    export(folder, *make_draft(**options), layers, text, embedding)
+    export(folder, *make_draft(**options), layers, text)
     return folder
 
 
