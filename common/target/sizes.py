@@ -92,7 +92,7 @@ def check_same_target(folder: Path, stored: str, target: Target) -> None:
 
 def target_digest(target: Target) -> str:
     """A hash that changes with the target: its config and the names and sizes of its weight files."""
-    files = sorted(Path(target.model).glob("*.safetensors*")) if Path(target.model).is_dir() else []
+    files = sorted(Path(target.model).glob("*.safetensors*"))  # none for the name of a hub repository
     return digest([_read_config(target), target.revision, [(f.name, f.stat().st_size) for f in files]])[:16]
 
 

@@ -78,17 +78,13 @@ def _logit_factor(text: dict) -> float:
 
 def _weight_map(target: Target) -> dict[str, str]:
     """Tensor name -> file: from the index, from several of them (text and vision apart), or from the files' headers."""
-    index = target_file(target, INDEX, required=False)
-    folder = Path(target.model)
-    indexes = sorted(folder.glob("*.safetensors.index.json")) if folder.is_dir() else []
-    indexes += [index] if index else []  # the usual name is last, so that it wins
-    files = {}
-    for path in indexes:
+    index, folder, files = target_file(target, INDEX, required=False), Path(target.model), {}
+    # A hub repository's name is no folder, so that glob yields nothing. The usual name is last, so that it wins.
+    for path in [*sorted(folder.glob("*.safetensors.index.json")), *([index] if index else [])]:
         files |= read_weight_map(path)
-    if indexes:
+    if files:
         return files
-    names = [path.name for path in sorted(folder.glob("*.safetensors"))] if folder.is_dir() else []
-    for name in names or ["model.safetensors"]:
+    for name in [path.name for path in sorted(folder.glob("*.safetensors"))] or ["model.safetensors"]:
         with _open(target_file(target, name)) as file:
             files |= dict.fromkeys(file.keys(), name)
     return files
