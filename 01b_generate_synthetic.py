@@ -39,10 +39,10 @@ def main() -> int:
     settings = load_settings(None, __doc__, ("target", "questions", "generate", "forecast"), switches)
     if settings.switches.print_server_command:
         return print_server_command(settings)
-    part = parse_node_share(settings.switches.part)
-    folder = stage_folder(settings.run_dir / STAGE, part)
+    node_share = parse_node_share(settings.switches.part)
+    folder = stage_folder(settings.run_dir / STAGE, node_share)
     if settings.dry_run:
-        return dry_run(settings, folder, part)
+        return dry_run(settings, folder, node_share)
     protocol = load_protocol(settings.target)
     if settings.switches.probe:
         from common.generation.probe import probe
@@ -55,7 +55,7 @@ def main() -> int:
         manifest = open_stage(folder, STAGE, fingerprint, settings.as_dict(), settings.fresh)
         with RecordFolder(folder, manifest, protocol) as records:
             show_settings(settings, protocol, questions, records)
-            pending = PendingConversations(questions, settings.generate, protocol, records, settings.n, part)
+            pending = PendingConversations(questions, settings.generate, protocol, records, settings.n, node_share)
 
             async def generate() -> None:
                 async with make_engine(settings, protocol) as engine:
@@ -63,7 +63,7 @@ def main() -> int:
                     manifest.complete = False
                     manifest.save(folder)
                     run = Generation(engine, protocol, settings.generate, pending, records)
-                    await run.run(most_samples(settings, questions, part))
+                    await run.run(most_samples(settings, questions, node_share))
 
             counts = records.counts
             try:
@@ -102,12 +102,12 @@ def make_engine(settings: Settings, protocol: Protocol):
     return OpenAIServers(settings.generate, protocol)
 
 
-def most_samples(settings: Settings, questions: QuestionStream, part: NodeShare) -> int | None:
-    """The largest number of samples that this run can end with; None if it depends on rows that are not read yet."""
-    known = questions.rows is not None and settings.questions.turns == "first"
-    rows = questions.rows * settings.generate.repeats if known else None
-    wanted = min((count for count in (rows, settings.n) if count is not None), default=None)
-    return wanted and -(-wanted // part.count)
+def most_samples(settings: Settings, questions: QuestionStream, node_share: NodeShare) -> int | None:
+    """The largest possible number of samples of this node share; None if only reading all rows can tell."""
+    wanted = [] if settings.n is None else [settings.n]
+    if questions.rows is not None and settings.questions.turns == "first":
+        wanted.append(questions.rows * settings.generate.repeats)
+    return -(-min(wanted) // node_share.count) if wanted else None
 
 
 def show_settings(settings: Settings, protocol: Protocol, questions: QuestionStream, records: RecordFolder) -> None:
@@ -126,16 +126,16 @@ def show_settings(settings: Settings, protocol: Protocol, questions: QuestionStr
     table(rows)
 
 
-def dry_run(settings: Settings, folder: Path, part: NodeShare) -> int:
-    """Print how many samples are stored and missing; writes nothing and sends no request."""
+def dry_run(settings: Settings, folder: Path, node_share: NodeShare) -> int:
+    """Print how many samples are stored and how many are missing, and the forecast; sends no request."""
     go_offline()
+    say(f"01b dry run: {settings.questions.dataset} -> {folder} (nothing is written)")
     local = Path(settings.questions.dataset).suffix and Path(settings.target.model).is_dir()
     try:
         protocol, questions = load_protocol(settings.target), QuestionStream(settings.questions)
     except UserError as error:
         if local or "no such file" in str(error):
             raise
-        say(f"01b dry run: {settings.questions.dataset} -> {folder} (nothing is written)")
         return show_forecast(settings, f"not counted, because it is not on this machine yet: {error}")
     g, paths = settings.generate, []
     if (folder / MANIFEST).exists() and not settings.fresh:
@@ -143,30 +143,23 @@ def dry_run(settings: Settings, folder: Path, part: NodeShare) -> int:
         check_fingerprint(folder, Manifest.load(folder, STAGE).fingerprint, fingerprint)
         paths = sorted(folder.glob("part-*.jsonl"))
     stored = StoredRecords(paths, protocol)
-    pending = PendingConversations(questions, g, protocol, stored, settings.n, part)
+    pending = PendingConversations(questions, g, protocol, stored, settings.n, node_share)
     missing = sum(id not in stored for conversation in pending for id in conversation.ids)
     counts = stored.counts
-    say(f"01b dry run: {settings.questions.dataset} -> {folder} (nothing is written)")
     most = missing * g.max_tokens
-    at_once = g.batch_size if g.engine == "local" else g.concurrency
-    mean_s = sum(counts.seconds) / len(counts.seconds) if counts.seconds else None
-    mean = counts.output_tokens / counts.done if counts.done else None
-    likely = f"; about {missing * mean:,.0f} at the mean length so far" if mean else ""
+    gib = most * JSONL_TOKEN_BYTES / 2**30
+    likely, time = "", "no estimate before the first samples"
+    if counts.done:
+        at_once = g.batch_size if g.engine == "local" else g.concurrency
+        likely = f"; about {missing * counts.output_tokens / counts.done:,.0f} at the mean length so far"
+        time = f"about {missing * sum(counts.seconds) / counts.done / at_once / 60:.1f} min"
     table(
         [
             ("samples", f"{counts.planned} wanted, {counts.planned - missing} stored already, {missing} to generate"),
             ("skipped rows", listed(counts.skipped)),
             ("tokens", f"at most {most:,} ({g.max_tokens:,} a reply){likely}"),
-            (
-                "disk",
-                f"at most {most * JSONL_TOKEN_BYTES / 2**30:.2f} GiB ({JSONL_TOKEN_BYTES} bytes a token of JSONL)",
-            ),
-            (
-                "time",
-                f"about {missing * mean_s / at_once / 60:.1f} min"
-                if mean_s
-                else "no estimate before the first samples",
-            ),
+            ("disk", f"at most {gib:.2f} GiB ({JSONL_TOKEN_BYTES} bytes a token of JSONL)"),
+            ("time", time),
         ]
     )
     return show_forecast(settings)
@@ -182,14 +175,14 @@ def summary(folder: Path, settings: Settings, counts: Counts) -> None:
     if counts.done:
         rows += [
             ("output tokens", f"{counts.output_tokens:,}, mean {counts.output_tokens / counts.done:.0f}"),
-            ("  per reply", percentiles(counts.lengths, "")),
-            ("seconds", percentiles(counts.seconds, ".1f")),
+            ("tokens per reply", percentiles(counts.lengths, "")),
+            ("seconds per reply", percentiles(counts.seconds, ".1f")),
             ("finish reason", listed(counts.finish_reasons)),
             ("reasoning", f"{share(counts.with_reasoning, counts.done)}; field: {listed(counts.reasoning_fields)}"),
-            ("  never closed", f"in {counts.open_reasoning} replies that ended by themselves"),
+            ("never closed", f"the reasoning of {counts.open_reasoning} replies that ended by themselves"),
             ("tool calls", f"in {counts.tool_calls} samples, in {counts.tool_calls_in_reasoning} inside the reasoning"),
-            ("ids from", listed(counts.ids_from)),
-            ("  rebuilt", f"{share(counts.mismatched, counts.compared)} differ from the server's ids or count"),
+            ("token ids from", listed(counts.ids_from)),
+            ("rebuilt ids", f"{share(counts.mismatched, counts.compared)} differ from the server's ids or count"),
         ]
     if counts.other_prompt:
         rows.append(("WARNING", f"{counts.other_prompt} prompts have other tokens on the server than by our template"))

@@ -1,5 +1,6 @@
 """What stage 01b asks of an engine. An engine answers many requests at the same time."""
 
+from contextlib import AbstractAsyncContextManager
 from dataclasses import dataclass, field
 from typing import Protocol
 
@@ -24,7 +25,7 @@ class Request:
     messages: list[dict]
     prompt_ids: list[int]
     seed: int
-    max_tokens: int  # the sampling's limit, or the rest of the context where that is less
+    max_tokens: int  # the limit of the sampling settings or the free rest of the context, whichever is less
 
 
 @dataclass(frozen=True)
@@ -48,23 +49,19 @@ class Answer:
 
 
 class EngineError(Exception):
-    """A request failed. `retry`: worth another try; `wait_s`: the server's Retry-After; `lost`: it never arrived."""
+    """A request failed. `retry`: it may succeed later; `wait_s`: the server's Retry-After; `lost`: it never arrived."""
 
     def __init__(self, message: str, retry: bool, wait_s: float | None = None, lost: bool = False):
         super().__init__(message)
         self.retry, self.wait_s, self.lost = retry, wait_s, lost
 
 
-class Engine(Protocol):
-    """A context manager: `async with engine` starts and stops it. `answer` may run `concurrency` times at once."""
+class Engine(AbstractAsyncContextManager, Protocol):
+    """`async with engine` starts and stops it. `answer` may run `concurrency` times at once."""
 
     concurrency: int
     model: str
     version: str
-
-    async def __aenter__(self) -> "Engine": ...
-
-    async def __aexit__(self, *error) -> None: ...
 
     async def answer(self, request: Request, sampling: Sampling) -> Answer: ...
 

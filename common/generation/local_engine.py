@@ -7,7 +7,7 @@ distribution as sampling from the softmax), so that a reply depends on its reque
 import asyncio
 
 import torch
-from transformers import LogitsProcessor, LogitsProcessorList, StoppingCriteria, TopPLogitsWarper
+from transformers import LogitsProcessor, TopPLogitsWarper
 
 from common.generation.engine import Answer, Request, Sampling
 from common.pipeline.settings import Target
@@ -22,7 +22,7 @@ class LocalEngine:
 
     def __init__(self, target: Target, protocol: Protocol, batch_size: int, device: str):
         self.target, self.protocol, self.concurrency, self.device = target, protocol, batch_size, device
-        self.model, self.version, self.stopping = target.model, "", Stopping()
+        self.model, self.version, self.stopping = target.model, "", False
 
     async def __aenter__(self) -> "LocalEngine":
         import transformers
@@ -35,10 +35,10 @@ class LocalEngine:
 
     async def __aexit__(self, *error) -> None:
         self.worker.cancel()
-        self.stopping.requested = True  # after Ctrl-C, the batch ends at its next token
+        self.stopping = True  # after Ctrl-C, the batch ends at its next token
 
     async def wait_until_back(self, patience_s: float) -> bool:
-        return True  # no request gets lost inside one process
+        return True  # a request cannot get lost inside one process
 
     async def answer(self, request: Request, sampling: Sampling) -> Answer:
         future = asyncio.get_running_loop().create_future()
@@ -55,7 +55,7 @@ class LocalEngine:
                 except TimeoutError:
                     break
             requests, samplings, futures = zip(*batch, strict=True)
-            # gather returns whatever decoding raised, so that each request's caller raises it
+            # An error of the batch is returned here and raised in the caller of each request.
             (result,) = await asyncio.gather(
                 asyncio.to_thread(self.decode, list(requests), samplings[0]), return_exceptions=True
             )
@@ -75,7 +75,7 @@ class LocalEngine:
         pads = [width - len(request.prompt_ids) for request in requests]
         ids = torch.tensor([[end] * pad + r.prompt_ids for pad, r in zip(pads, requests, strict=True)])
         mask = torch.tensor([[0] * pad + [1] * (width - pad) for pad in pads])
-        processors = LogitsProcessorList()
+        processors: list[LogitsProcessor] = []
         if sampling.temperature > 0:
             processors.append(GumbelSampling([r.seed for r in requests], sampling.temperature, sampling.top_p))
         budget = None
@@ -87,16 +87,17 @@ class LocalEngine:
             attention_mask=mask.to(self.network.device),
             max_new_tokens=max(request.max_tokens for request in requests),
             do_sample=False,
-            temperature=None,
-            top_p=None,
-            top_k=None,
             eos_token_id=end,
             pad_token_id=end,
             logits_processor=processors,
-            stopping_criteria=[self.stopping],
+            stopping_criteria=[self._stop],
         )
         closed = budget.closed.tolist() if budget and budget.closed is not None else [False] * len(requests)
         return list(map(self._answer, requests, output[:, width:].tolist(), closed))
+
+    def _stop(self, input_ids, scores, **_) -> torch.Tensor:
+        """The stopping criterion of a batch, called after each token; after Ctrl-C all rows end."""
+        return torch.full((len(input_ids),), self.stopping, device=input_ids.device)
 
     def _answer(self, request: Request, ids: list[int], budget_closed: bool) -> Answer:
         ids = ids[: request.max_tokens]
@@ -114,15 +115,6 @@ class LocalEngine:
             server=self.version,
             budget_closed=budget_closed and reply.closed,  # the request's own limit may cut the closing token off
         )
-
-
-class Stopping(StoppingCriteria):
-    """Ends every row of a batch once `requested` is set; the caller discards its replies."""
-
-    requested = False
-
-    def __call__(self, input_ids, scores, **_):
-        return torch.full((input_ids.shape[0],), self.requested, device=input_ids.device)
 
 
 class GumbelSampling(LogitsProcessor):
@@ -143,7 +135,7 @@ class GumbelSampling(LogitsProcessor):
 class ThinkingBudget(LogitsProcessor):
     """Writes the closing token where the reasoning is still open after `budget` tokens, as vLLM's own budget does.
 
-    `closed`: bool [rows], the rows whose closing token it wrote; None until `budget` tokens are decoded.
+    `closed`: bool [rows], the rows in which it wrote the closing token; None until `budget` tokens are decoded.
     """
 
     def __init__(self, prompt_width: int, budget: int, close_id: int, end_id: int):

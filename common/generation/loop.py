@@ -8,6 +8,7 @@ import asyncio
 import os
 import time
 from collections import Counter
+from dataclasses import dataclass
 
 from common.generation.engine import Answer, Engine, EngineError, Request
 from common.generation.record import Record, check_rebuilt, counted_tokens, make_record
@@ -22,30 +23,29 @@ from common.target.protocol import Protocol
 
 RETRIES = 4  # of a failed request
 MAX_CONSECUTIVE_FAILURES = 64  # the run stops after this many failed requests in a row
-SILENCE_AFTER = 16  # a run with thinking on stops if none of this many first replies has reasoning
+SILENCE_AFTER = 16  # a run with thinking on stops if none of its first 16 replies has reasoning
 MAX_SILENT_SHARE = 0.1  # warn above this share of samples without reasoning
-SYNC_EVERY_S = 10.0  # a power cut loses at most the records of this time; a killed process loses none
-COMPARE_FIRST, COMPARE_EVERY = 64, 16  # replies whose ids are also rebuilt from text, to measure the mismatch rate
+SYNC_EVERY_S = 10.0  # a power cut loses at most the records of the last 10 s; a killed process loses none
+# The ids of the first 64 replies and of every 16th are also rebuilt from text, to measure how often that is exact.
+COMPARE_FIRST, COMPARE_EVERY = 64, 16
 
 
+@dataclass
 class Generation:
     """One run over the pending conversations; `await run()` returns when all are done, or raises SafetyStop."""
 
-    def __init__(
-        self,
-        engine: Engine,
-        protocol: Protocol,
-        settings: Generate,
-        pending: PendingConversations,
-        records: RecordFolder,
-    ):
-        self.engine, self.protocol, self.settings, self.pending = engine, protocol, settings, pending
-        self.records, self.counts = records, records.counts
-        self.sampling = sampling_of(settings)
+    engine: Engine
+    protocol: Protocol
+    settings: Generate
+    pending: PendingConversations
+    records: RecordFolder
+
+    def __post_init__(self):
+        self.counts, self.sampling = self.records.counts, sampling_of(self.settings)
         self.policy, self.in_flight = RetryPolicy(RETRIES, MAX_CONSECUTIVE_FAILURES, "requests"), 0
-        # Hold the first replies until one has reasoning. If the server drops reasoning, none of them may be stored, or
-        # a resumed run would skip them.
-        self.watching = self.sampling.thinking and protocol.think_open is not None
+        # The first replies are held back until one has reasoning: if the server drops all reasoning, none of them may
+        # be stored, or a resumed run would skip them.
+        self.watching = self.sampling.thinking and self.protocol.think_open is not None
         self.held: list[tuple[Record, Answer]] = []
 
     async def run(self, total: int | None) -> None:
@@ -56,7 +56,9 @@ class Generation:
             syncing = asyncio.create_task(self._sync())
             try:
                 await asyncio.gather(*workers)
-                self._settle_held()
+                if self.held and not self.counts.with_reasoning:  # neither this run nor an earlier one got reasoning
+                    self._stop_for_silence()
+                self._store_held()
                 self.progress.resize(self.counts.planned)
             finally:
                 for task in (*workers, syncing):
@@ -64,7 +66,7 @@ class Generation:
                 await asyncio.gather(*workers, syncing, return_exceptions=True)
 
     async def _work(self) -> None:
-        for conversation in self.pending:  # one iterator for all workers: each conversation goes to one of them
+        for conversation in self.pending:  # all workers share one iterator, so each conversation has one worker
             await self._converse(conversation)
 
     async def _sync(self) -> None:
@@ -80,7 +82,7 @@ class Generation:
     # ---- conversations ----
 
     async def _converse(self, conversation: Conversation) -> None:
-        """Generate the missing turns of one conversation in order, each from the history as the target wrote it."""
+        """Generate the missing turns of a conversation in order; each prompt holds the target's earlier replies."""
         messages, prompt_ids = conversation.question.messages, conversation.prompt_ids
         for turn, id in enumerate(conversation.ids):
             if id in self.records:
@@ -121,18 +123,18 @@ class Generation:
         finally:
             self.in_flight -= 1
         self.policy.succeeded()
-        if silent:
-            self._hold(record, answer)
-        else:
+        self.held.append((record, answer))
+        if not silent:
             self.watching = False
             self._store_held()
-            self._store(record)
+        elif len(self.held) == SILENCE_AFTER:  # not >=: more replies may arrive before the workers stop
+            self._stop_for_silence()
         return record
 
     async def _ask(self, request: Request) -> tuple[Answer, float]:
-        """(answer, its seconds), retried as the policy says.
+        """(answer, seconds it took), retried with backoff; raises EngineError when no retry is left.
 
-        A request that no server received counts as no try: it waits until a server accepts connections again.
+        A request that no server received is no failed try: it is sent again once a server accepts connections.
         """
         tries = 0
         while True:
@@ -147,7 +149,7 @@ class Generation:
                 error = received
             if error.lost:
                 if not await self.engine.wait_until_back(self.settings.outage_s):
-                    raise SafetyStop(f"no server for {self.settings.outage_s:g} s ({error}); start it and rerun")
+                    raise SafetyStop(f"no server for {self.settings.outage_s:g} s ({error}); start one and rerun")
                 continue
             tries += 1
             pause_s = self.policy.pause_s(tries, error.wait_s, self.settings.request_timeout_s) if error.retry else None
@@ -157,21 +159,6 @@ class Generation:
 
     # ---- records, replies without reasoning, failures ----
 
-    def _store(self, record: Record) -> None:
-        self.records.append(record)
-        self._show(1)
-
-    def _hold(self, record: Record, answer: Answer) -> None:
-        self.held.append((record, answer))
-        if len(self.held) == SILENCE_AFTER:  # not >=: more replies may arrive before the workers stop
-            self._stop_for_silence()
-
-    def _settle_held(self) -> None:
-        """At the end of a run with fewer replies: they are stored if earlier runs got reasoning, else the run stops."""
-        if self.held and not self.counts.with_reasoning:
-            self._stop_for_silence()
-        self._store_held()
-
     def _store_held(self) -> None:
         held, self.held = self.held, []
         for record, _ in held:
@@ -180,12 +167,13 @@ class Generation:
             except EngineError as error:
                 self._count_failure(record.id, record.source, str(error))
             else:
-                self._store(record)
+                self.records.append(record)
+                self._show(1)
 
     def _stop_for_silence(self) -> None:
-        """Raise SafetyStop: thinking is on and no reply so far has reasoning. Prints what the server sent instead."""
+        """Print the replies' fields and raise SafetyStop, since thinking is on and no reply has reasoning."""
         seen = Counter(f"{name} ({kind})" for _, answer in self.held for name, kind in answer.fields.items())
-        say("  fields of the replies that the server sent:")
+        say("  fields of the server's replies:")
         for name, count in sorted(seen.items()):
             say(f"    message.{name} in {count} of {len(self.held)} replies")
         counted = sum(counted_tokens(answer.usage) or 0 for _, answer in self.held)

@@ -1,4 +1,4 @@
-"""One stored answer: the record of a line in RUN/01_synthetic/part-*.jsonl, made from an answer that was checked."""
+"""A record is a stored answer, one line of RUN/01_synthetic/part-*.jsonl, made from an engine's answer after checks."""
 
 from dataclasses import asdict, dataclass, replace
 
@@ -29,7 +29,7 @@ class Record:
     model: str
     server: str  # version of the engine
     seconds: float
-    budget_closed: bool | None = None  # the thinking budget wrote the closing token, not the target; None: old record
+    budget_closed: bool | None = None  # the thinking budget wrote the closing token; None in older records
 
 
 def make_record(
@@ -37,13 +37,13 @@ def make_record(
 ) -> Record:
     """The record of an answer; raises EngineError where the answer contradicts itself.
 
-    `compare`: ids that the server sent are also rebuilt from text, to measure how often rebuilding is exact.
+    `compare`: the server's ids are also rebuilt from text, to measure how often rebuilding is exact.
     """
     prompt_ids = answer.prompt_ids if answer.has_ids else request.prompt_ids
     reply = protocol.split(prompt_ids, answer.output_ids) if answer.has_ids else None
     instant = not sampling.thinking and protocol.think_close_in_prompt(prompt_ids)
     if instant and not answer.content and not (reply and reply.reasoning_ids):
-        # The server's parser waited for the closing token, which is in the prompt, and called everything reasoning.
+        # The server's parser waited for the closing token, which is in the prompt, and took the content for reasoning.
         answer = replace(answer, reasoning=None, content=answer.reasoning, reasoning_field="")
     rebuilt = None
     if compare or not answer.has_ids:
@@ -62,7 +62,7 @@ def make_record(
         rebuilt_equal = None if counted is None else counted == len(output_ids)
         prompt_as_ours = (answer.usage or {}).get("prompt_tokens") in (None, len(prompt_ids))
     budget_closed = answer.budget_closed
-    if budget_closed is None:  # a server does not tell, but reasoning that a budget cuts has at least its length
+    if budget_closed is None:  # servers do not report it; reasoning that they cut is as long as the budget
         budget_closed = reply.closed and 0 < sampling.thinking_budget <= len(reply.reasoning_ids)
     return Record(
         id=request.id,
@@ -91,9 +91,9 @@ def counted_tokens(usage: dict | None) -> int | None:
 
 
 def check_rebuilt(record: Record) -> None:
-    """Raise EngineError where the server counts far more or fewer tokens than its text makes: some text was lost.
+    """Raise EngineError where the server counts far more or fewer tokens than its text has: some text was lost.
 
-    Called separately: for a reply without reasoning, the run as a whole must decide first whether to stop.
+    `make_record` does not call it, since a run checks replies without reasoning only after deciding to go on with them.
     """
     counted, rebuilt = counted_tokens(record.usage), len(record.output_ids)
     if record.ids_from == "server" or counted is None:
@@ -106,9 +106,7 @@ def check_rebuilt(record: Record) -> None:
         )
 
 
-def _read_by_ids(
-    reply: Reply, answer: Answer, sampling: Sampling, protocol: Protocol
-) -> tuple[str | None, str | None, str]:
+def _read_by_ids(reply: Reply, answer: Answer, sampling: Sampling, protocol: Protocol) -> tuple:
     """(reasoning, content, field that held the reasoning) of an answer with ids.
 
     Raises EngineError where ids, counts, protocol and text contradict each other.
@@ -127,16 +125,14 @@ def _read_by_ids(
     if protocol.think_open_in_prompt(answer.prompt_ids) and answer.output_ids[0] == protocol.think_open:
         raise EngineError("the reply repeats the opening token that ends its prompt", retry=False)
     parsed = answer.reasoning_field in REASONING_FIELDS
-    problem = protocol.text_differs(reply, answer.reasoning, answer.content, parsed)
-    if problem:
+    if problem := protocol.text_differs(reply, answer.reasoning, answer.content, parsed):
         raise EngineError(f"the reply contradicts itself: {problem}", retry=False)
-    if answer.reasoning and not reply.reasoning_ids:  # the server's parser called content reasoning
+    if answer.reasoning and not reply.reasoning_ids:  # the server's parser took content for reasoning
         return None, protocol.decode(reply.content_ids), ""
     if parsed or answer.reasoning_field == "ids" or not reply.reasoning_ids:
         return answer.reasoning, answer.content, answer.reasoning_field
     # The server did not split the reply, or not where the target closed its reasoning. A reply that was cut inside its
     # reasoning has no closing marker in its text.
-    in_text = not reply.closed or protocol.think_close_text in (answer.content or "")
-    in_content = bool(answer.reasoning or (answer.content and in_text))
-    reasoning, content = protocol.decode(reply.reasoning_ids), protocol.decode(reply.content_ids) or None
-    return reasoning, content, "content" if in_content else "ids"
+    marked = answer.content and (not reply.closed or protocol.think_close_text in answer.content)
+    field = "content" if answer.reasoning or marked else "ids"
+    return protocol.decode(reply.reasoning_ids), protocol.decode(reply.content_ids) or None, field

@@ -1,8 +1,9 @@
-"""The folder of stage 01b: its records, their counts, the list of failures and the manifest, in one object."""
+"""The folder of stage 01b: its records, their counts, the list of failures and the manifest."""
 
 import json
 from array import array
 from collections import Counter
+from contextlib import AbstractContextManager
 from dataclasses import dataclass, field
 from pathlib import Path
 
@@ -18,11 +19,11 @@ FAILURES = "failures.jsonl"
 
 @dataclass
 class Counts:
-    """Counts over all records of the folder, those of earlier runs included, for progress, summary and manifest."""
+    """Counts over all records of the folder, earlier runs included, for the progress bar, summary and manifest."""
 
     done: int = 0  # records in the folder
     new: int = 0  # records that this run made
-    planned: int = 0  # samples that this run wants, stored ones included
+    planned: int = 0  # samples that this run should end with, stored ones included
     dropped: int = 0  # later turns of conversations that ended early
     failed: int = 0
     skipped: Counter = field(default_factory=Counter)
@@ -73,7 +74,7 @@ class Counts:
 
 
 class StoredRecords:
-    """The records that a folder holds: their counts, and where each begins, so that memory stays flat."""
+    """The records of a folder, read when needed: memory holds only their counts and their offsets in the files."""
 
     def __init__(self, paths: list[Path], protocol: Protocol):
         self.paths, self.protocol, self.counts = paths, protocol, Counts()
@@ -105,10 +106,10 @@ class StoredRecords:
         self.counts.skipped[reason] += 1
 
 
-class RecordFolder(StoredRecords):
+class RecordFolder(StoredRecords, AbstractContextManager):
     """The folder of stage 01b, open for writing. A context manager: leaving it saves the counts in the manifest.
 
-    failures.jsonl begins empty in each run, since each run looks at all questions again.
+    failures.jsonl begins empty in each run, since each run checks all questions again.
     """
 
     def __init__(self, folder: Path, manifest: Manifest, protocol: Protocol):
@@ -116,16 +117,13 @@ class RecordFolder(StoredRecords):
         super().__init__(self.lines.paths(), protocol)
         self.failures = open(folder / FAILURES, "wb", buffering=0)  # noqa: SIM115
 
-    def __enter__(self) -> "RecordFolder":
-        return self
-
     def __exit__(self, *error) -> None:
         self.lines.close()
         self.failures.close()
         *full, last = self.lines.paths() or [None]
         before = self.manifest.files
         self.manifest.files = {path.name: before[path.name] for path in full if path.name in before}
-        for path in [*full, last] if last else []:  # a full file never changes again, so its hash is known
+        for path in [*full, last] if last else []:  # a full file never changes, so its hash in the manifest stays
             if path == last or before.get(path.name, {}).get("bytes") != path.stat().st_size:
                 self.manifest.add_file(self.folder, path.name)
         self.manifest.counts = self.counts.as_dict()
@@ -139,13 +137,13 @@ class RecordFolder(StoredRecords):
         self.counts.new_output_tokens += len(record.output_ids)
 
     def skip(self, reason: str, detail: str = "", **where) -> None:
-        """Count and list a question that is not asked. A duplicate is not listed: its twin is asked."""
+        """Count and list a question that is not asked. A duplicate is counted but not listed."""
         super().skip(reason, detail, **where)
         if reason != DUPLICATE:
             self._list("skipped", reason, detail=detail, **where)
 
     def fail(self, id: str, source: dict, reason: str) -> None:
-        """Count and list a sample that was asked for and not received; a rerun asks for it again."""
+        """Count and list a sample whose request failed; a rerun asks for it again."""
         self.counts.failed += 1
         self._list("failed", reason, detail="", id=id, source=source)
 

@@ -1,17 +1,17 @@
-"""The conversations that are still to be generated: questions times repeats, without those that are stored.
+"""The conversations that are still to be generated: all repeats of all questions, without the stored ones.
 
-They are made lazily: one is drawn when a worker is free, so that memory does not grow with the number of questions.
+A conversation is made only when a worker is free, so that memory does not grow with the number of questions.
 """
 
 from collections.abc import Iterable, Iterator
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, fields
 from itertools import chain
 from pathlib import Path
 
 from common.generation.engine import Sampling
 from common.generation.record_folder import StoredRecords
 from common.pipeline.files import digest, sha256
-from common.pipeline.node_share import WHOLE, NodeShare
+from common.pipeline.node_share import NodeShare
 from common.pipeline.settings import Generate, Questions
 from common.questions.conversations import Unusable
 from common.questions.questions import Question, Skipped
@@ -31,48 +31,46 @@ class Conversation:
     prompt_ids: list[int]  # of the first turn; empty where its record is stored
 
     def source(self, turn: int) -> dict:
-        """Where the record of a turn comes from. `question` is the hash that all turns and repeats share."""
+        """The `source` of a turn's record. Its `question` is a hash that all turns and repeats share."""
         return self.question.source | {"turn": turn, "repeat": self.repeat, "question": self.question.opening}
 
 
 def sampling_of(settings: Generate) -> Sampling:
     """The settings that a reply depends on."""
-    names = ("thinking", "thinking_budget", "temperature", "top_p", "max_tokens")
-    return Sampling(**{name: getattr(settings, name) for name in names})
+    return Sampling(**{field.name: getattr(settings, field.name) for field in fields(Sampling)})
 
 
+@dataclass
 class PendingConversations:
     """Iterates over the conversations of one node share that are not stored yet, in the order of the questions.
 
-    `n`: samples at most over all shares. `finished`: every conversation was drawn. Questions that cannot be asked are
-    reported to `records.skip`.
+    Questions that cannot be asked are reported to `records.skip`.
     """
 
-    def __init__(
-        self,
-        questions: Iterable[Question | Skipped],
-        settings: Generate,
-        protocol: Protocol,
-        records: StoredRecords,
-        n: int | None = None,
-        part: NodeShare = WHOLE,
-    ):
-        self.settings, self.protocol, self.records, self.n, self.part = settings, protocol, records, n, part
-        self.numbered, self.finished = 0, False
-        self._conversations = self._pending(questions)
+    questions: Iterable[Question | Skipped]
+    settings: Generate
+    protocol: Protocol
+    records: StoredRecords
+    n: int | None  # the largest number of samples over all node shares
+    node_share: NodeShare
+    numbered: int = 0  # samples so far, over all node shares
+    finished: bool = False  # every conversation was drawn
+
+    def __post_init__(self):
+        self._conversations = self._pending()
 
     def __iter__(self) -> Iterator[Conversation]:
         return self._conversations
 
     def has_work(self) -> bool:
-        """Whether a conversation is pending; if none is, no server is asked and no model loaded."""
+        """Whether any conversation is pending; otherwise no server is needed and no model is loaded."""
         first = next(self._conversations, None)
         self._conversations = chain([first] if first else [], self._conversations)
         return first is not None
 
-    def _pending(self, questions: Iterable[Question | Skipped]) -> Iterator[Conversation]:
+    def _pending(self) -> Iterator[Conversation]:
         sampling = asdict(sampling_of(self.settings)) | {"seed": self.settings.seed}
-        for question in questions:
+        for question in self.questions:
             if isinstance(question, Skipped):
                 self.records.skip(question.reason, question.detail, row=question.row)
                 continue
@@ -92,8 +90,8 @@ class PendingConversations:
                     except Unusable as error:
                         self.records.skip(error.reason, error.detail, source=question.source)
                         break
-                self.numbered += len(ids)  # over all shares, so that each knows where --n ends
-                if not self.part.holds(ids[0]):  # a conversation stays together
+                self.numbered += len(ids)  # of all node shares, so that each stops at the same question for --n
+                if not self.node_share.holds(ids[0]):  # a conversation stays together
                     continue
                 self.records.counts.planned += len(ids)
                 if not all(stored):
@@ -119,7 +117,7 @@ class PendingConversations:
 
 
 def input_fingerprint(questions: Questions, protocol: Protocol) -> dict:
-    """Fingerprint of the inputs that are no settings: a local questions file, and how the target tokenizes a chat.
+    """Fingerprint of a local questions file and of the target's tokenization, the inputs that no setting describes.
 
     The tokenizer's output is hashed, not its file: transformers versions save the same tokenizer differently. A
     rendered prompt is not hashed, since some templates print the date and a run must resume after midnight.

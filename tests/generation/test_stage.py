@@ -239,11 +239,11 @@ def test_local_greedy_ignores_the_seed(local):
 
 def test_local_batch_ends_when_told(local):
     sampling = Sampling(thinking=True, thinking_budget=0, temperature=0.0, top_p=1.0, max_tokens=500)
-    local.stopping.requested = True
+    local.stopping = True
     try:
         (answer,) = local.decode([local_request(local, 1, 500)], sampling)
     finally:
-        local.stopping.requested = False
+        local.stopping = False
     assert len(answer.output_ids) == 1
 
 
