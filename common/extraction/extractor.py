@@ -1,7 +1,7 @@
 """What extraction asks of an extractor: streams in, each stream's states out, in any order."""
 
 from collections.abc import Iterable, Iterator
-from typing import Protocol
+from typing import Protocol, Self
 
 from common.dataset.shards import States
 from common.dataset.stream import Stream
@@ -24,9 +24,11 @@ class Extractor(Protocol):
 
     description: str
 
-    def __enter__(self) -> "Extractor": ...
+    def __enter__(self) -> Self:
+        return self
 
-    def __exit__(self, *error) -> None: ...
+    def __exit__(self, *error) -> None:
+        """By default there is nothing to close."""
 
     def probe(self, stream: Stream) -> None:
         """Assert with one short request that the states are this config's; raises UserError."""

@@ -12,7 +12,7 @@ from torch import Tensor, nn
 
 from common.dataset.shards import States
 from common.dataset.stream import Stream
-from common.extraction.extractor import ExtractError
+from common.extraction.extractor import ExtractError, Extractor
 from common.pipeline.errors import UserError
 from common.pipeline.settings import Extract, Target
 from common.target.local_model import load_model
@@ -21,8 +21,8 @@ SORTED_BATCHES = 16  # streams of about this many batches are sorted by length t
 TYPICAL_TOKENS = 512  # of a stream
 
 
-class LocalExtractor:
-    """States from the target in this process."""
+class LocalExtractor(Extractor):
+    """States from the target in this process. It needs no probe: the model was loaded from the config's own files."""
 
     def __init__(self, target: Target, settings: Extract, aux_layers: tuple[int, ...], device: str = "auto"):
         self.model = load_model(target, device)
@@ -33,15 +33,6 @@ class LocalExtractor:
         self.aux_layers, self.batch_tokens = aux_layers, settings.batch_tokens
         self.device = self.model.device
         self.description = f"transformers in process on {self.device}, batches of {self.batch_tokens} tokens"
-
-    def __enter__(self) -> "LocalExtractor":
-        return self
-
-    def __exit__(self, *error) -> None:
-        """Nothing to close: the model is freed with this object."""
-
-    def probe(self, stream: Stream) -> None:
-        """Nothing to check: the model was loaded from the files that this config names."""
 
     def states(self, streams: Iterable[Stream]) -> Iterator[tuple[Stream, States | ExtractError]]:
         """States of each stream; groups of streams are sorted by length so that batches waste little padding."""
