@@ -54,7 +54,7 @@ def assign_rounds(sizes: list[int], budget: int) -> list[int]:
 
 
 def tokens_folder(hidden: Path) -> Path:
-    """Where the tokens and facts of all shards are: the schedule under a disk budget, else the shards themselves."""
+    """The folder with the tokens and facts of all shards: the schedule under a disk budget, else the shards' folder."""
     return hidden / SCHEDULE if (hidden / SCHEDULE / MANIFEST).exists() else hidden
 
 
@@ -110,12 +110,12 @@ class DiskBudget:
     # ---- rounds that are trained on ----
 
     def released_rounds(self) -> int:
-        """How many rounds are trained on; their shards are deleted or about to be."""
+        """The number of rounds that are trained on; their shards are deleted or will be next."""
         path = self.folder / TRAINED
         return read_json(path)["rounds"] if path.exists() else 0
 
     def released_shards(self) -> set[str]:
-        """Names of the shards of these rounds."""
+        """Names of the shards of all rounds that are trained on."""
         return {name for names in self.rounds[: self.released_rounds()] for name in names}
 
     def release(self, rounds: int, step: int) -> None:
@@ -135,7 +135,7 @@ class DiskBudget:
                 path.unlink(missing_ok=True)  # 02 and 04 may both delete it
 
     def wait_for_room(self, number: int) -> None:
-        """Return once round `number` fits in the budget beside the rounds before it.
+        """Return once round `number` fits in the disk budget together with the earlier rounds that are not yet deleted.
 
         Call it with no shard file open, so that deleted files free their disk space.
         """

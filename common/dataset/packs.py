@@ -92,11 +92,11 @@ class Packs:
         return pack_sequences(self.index.rows(split), self.lengths, self.pack_tokens, seed)
 
     def prefetch(self, packs: Iterable[list[int]]) -> Iterator[Pack]:
-        """These packs, each read while the one before is in use."""
+        """Load these packs; a thread reads each pack while the caller uses the previous one."""
         return prefetch(self.load, packs)
 
     def load(self, rows: list[int]) -> Pack:
-        """The pack of these sequences."""
+        """One pack of the sequences of these index rows."""
         columns = {"input_ids": [], "loss_mask": [], "aux_hidden": [], "last_hidden": []}
         ids = []
         for row in rows:
@@ -110,15 +110,16 @@ class Packs:
         return Pack(**tensors, offsets=torch.tensor([0] + [self.lengths[row] for row in rows]).cumsum(0), ids=ids)
 
     def find(self, row: int) -> tuple[Shard, int]:
-        """The shard with a sequence's states, and its number in that shard."""
+        """The shard that holds an index row's states, and the sequence's number in that shard."""
         return self._location(row)
 
     def facts(self, row: int) -> dict:
-        """What stage 02 noted about a sequence."""
+        """The facts that stage 02 stored with the sequence of an index row."""
         shard, number = self._location(row)
         return shard.facts[number]
 
     def _location(self, row: int) -> tuple[Shard, int]:
+        """As `find`, but always in `folder`, whose shards have tokens and facts but no states under a disk budget."""
         return self._shard(int(self.index.shard[row])), int(self.index.number[row])
 
     def token_pairs(self, split: int) -> Iterator[tuple[Tensor, Tensor]]:

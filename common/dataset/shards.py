@@ -73,7 +73,7 @@ class ShardWriter:
         return not self.missing
 
     def finish(self, keep_empty: bool = False) -> bool:
-        """Sync, rename. If all sequences were dropped: no file and False, or with `keep_empty` an empty shard."""
+        """Sync and rename. If all sequences were dropped: no file and False, or an empty shard with `keep_empty`."""
         if self.dropped:
             return self._compact(keep_empty)
         os.fsync(self.file)
@@ -84,27 +84,18 @@ class ShardWriter:
 
     def _compact(self, keep_empty: bool) -> bool:
         """Copy the written sequences into a shard without the dropped ones."""
-        os.close(self.file)
-        streams = [stream for i, stream in enumerate(self.streams) if i not in self.dropped]
-        os.rename(self.temporary, whole := self.temporary.with_name(f"{self.temporary.name}.whole"))
-        try:
-            if not streams and not keep_empty:
+        written = {i: stream for i, stream in enumerate(self.streams) if i not in self.dropped}
+        self.temporary.unlink()  # the open descriptor still reads the content
+        with os.fdopen(self.file, "rb") as source:
+            if not written and not keep_empty:
                 return False
-            compact = ShardWriter(self.path, streams, self.kind)
-            with open(whole, "rb") as source:
-                for number, stream in enumerate(self.streams):
-                    if number not in self.dropped:
-                        compact._copy(source, self.starts, int(self.offsets[number]), stream)
+            compact = ShardWriter(self.path, list(written.values()), self.kind)
+            for number, stream in written.items():
+                row, target = int(self.offsets[number]), int(compact.offsets[compact.missing.pop(stream.id)])
+                for name, width in self.kind.row_bytes().items():
+                    source.seek(self.starts[name] + row * width)
+                    compact._put(compact.starts[name] + target * width, source.read(len(stream) * width))
             return compact.finish()
-        finally:
-            whole.unlink()
-
-    def _copy(self, source, starts: dict[str, int], row: int, stream: Stream) -> None:
-        """Copy one sequence's rows out of another shard file of the same kind."""
-        target = int(self.offsets[self.missing.pop(stream.id)])
-        for name, width in self.kind.row_bytes().items():
-            source.seek(starts[name] + row * width)
-            self._put(self.starts[name] + target * width, source.read(len(stream) * width))
 
     def abandon(self) -> None:
         """Close and remove the unfinished file."""

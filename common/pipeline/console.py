@@ -12,7 +12,7 @@ WARM_UP_S = (2.0, 20.0)  # least and most time from the first finished units to 
 
 
 class Progress:
-    """Counts up to `total` units; shows the rate, the ETA and free `facts` beside them. A context manager.
+    """Counts up to `total` units; shows the rate, the ETA and the caller's `facts`. A context manager.
 
     The rate is measured from the first finished units on, which wait for start-up, compilation or a whole batch. It is
     shown with an ETA only after two more updates and after as long again as the first one took (2 to 20 s).
@@ -111,7 +111,7 @@ def percentiles(values, form: str) -> str:
 
 
 def gb(size: int, up: bool = False) -> str:
-    """Bytes as people write them in `--window`; `up`: rounded up, for a size that must be enough."""
+    """A number of bytes as text in GB or MB; `up` rounds up, for a size that a user is told to reserve."""
     unit, digits, name = (10**9, 1, "GB") if size >= 1e8 else (10**6, 2, "MB")
     steps = Fraction(size * 10**digits, unit)
     return f"{(math.ceil(steps) if up else round(steps)) / 10**digits:.{digits}f} {name}"

@@ -1,4 +1,4 @@
-"""JSONL files: a torn last line is repaired, errors name file and line, long lists are split into part files."""
+"""JSONL files: repair of a torn last line, errors that name file and line, records spread over part files."""
 
 import json
 import os
@@ -7,7 +7,7 @@ from pathlib import Path
 
 from common.pipeline.errors import UserError
 
-JSONL_TOKEN_BYTES = 12  # of a record of stage 01b: the token id and its text
+JSONL_TOKEN_BYTES = 12  # mean size of one token in a record of stage 01b: its id and its text
 
 
 def repair_jsonl(path: Path) -> int:
@@ -77,14 +77,14 @@ class JsonlParts:
             yield from read_jsonl(path)
 
     def append(self, record: dict) -> None:
-        """Write one record as one line, unbuffered: a killed process loses nothing that it appended."""
+        """Write one record as one line, unbuffered, so that a killed process loses no appended record."""
         if self.records >= self.part_records:
             self.close()
             self.index, self.records = self.index + 1, 0
         if self.file is None:
             self.file = open(self.folder / f"{self.prefix}-{self.index:05d}.jsonl", "ab", buffering=0)  # noqa: SIM115
         line = memoryview(json_line(record))
-        while line:  # a disk that runs full takes half a line; the next write raises
+        while line:  # a full disk accepts only the beginning of a line, and the next write raises OSError
             line = line[self.file.write(line) :]
         self.records += 1
 

@@ -2,12 +2,12 @@
 
     RUN/01_synthetic/part-1-of-3/{manifest.json, part-00000.jsonl, ...}    RUN/01_synthetic/part-2-of-3/...
 
-Each node share has a folder of its own, and nothing is merged on disk: the next stage reads all of them as one stage
-through `load_stage`, whose manifest names files as `part-1-of-3/part-00000.jsonl`. Together the shares hold the samples
-of an unsplit run, whatever their number.
+Each node share has its own folder, and nothing is merged on disk: `load_stage` gives the next stage one manifest, which
+names files as `part-1-of-3/part-00000.jsonl`. All shares together hold exactly the samples of a run without --part.
 """
 
 import re
+from functools import reduce
 from pathlib import Path
 from typing import NamedTuple
 
@@ -15,7 +15,7 @@ from common.pipeline.errors import UserError
 from common.pipeline.manifest import MANIFEST, Manifest, check_fingerprint
 
 FOLDER = re.compile(r"part-(\d+)-of-(\d+)")
-PART_HELP = "I/N: only this share of the samples, in a folder of its own; the next stage reads all N as one"
+PART_HELP = "I/N: process only node share I of N, in its own folder; the next stage reads all N folders"
 
 
 class NodeShare(NamedTuple):
@@ -53,7 +53,7 @@ def stage_folder(stage: Path, share: NodeShare) -> Path:
 
 
 def load_stage(folder: Path, stage: str) -> Manifest:
-    """The manifest of a stage, all node shares as one; raises UserError for a missing share or differing settings."""
+    """One manifest for all node shares of a stage; raises UserError for a missing share or differing settings."""
     shares = _share_folders(folder)
     if not shares or (folder / MANIFEST).exists():
         return Manifest.load(folder, stage)
@@ -64,18 +64,15 @@ def load_stage(folder: Path, stage: str) -> Manifest:
         raise UserError(f"{folder} lacks {', '.join(missing)}; run them with --part, or copy them here")
     if len(shares) > count:
         raise UserError(f"{folder} mixes two splits; keep the part-I-of-{count} folders and move the others away")
-    merged = None
-    for _, path in shares:
-        manifest = Manifest.load(path, stage)
-        files = {f"{path.name}/{name}": facts for name, facts in manifest.files.items()}
-        if merged is None:
-            merged = manifest
-            merged.files = files
-            continue
+    manifests = {path: Manifest.load(path, stage) for _, path in shares}
+    merged, *others = manifests.values()
+    for path, manifest in manifests.items():
         check_fingerprint(path, manifest.fingerprint, merged.fingerprint)
-        merged.files |= files
-        merged.complete &= manifest.complete
-        merged.counts = _add_counts(merged.counts, manifest.counts)
+    merged.files = {
+        f"{path.name}/{name}": facts for path, each in manifests.items() for name, facts in each.files.items()
+    }
+    merged.complete = all(manifest.complete for manifest in manifests.values())
+    merged.counts = reduce(_add_counts, [manifest.counts for manifest in others], merged.counts)
     return merged
 
 
@@ -93,7 +90,7 @@ def _share_folders(folder: Path) -> list[tuple[int, Path]]:
 
 
 def _add_counts(one: dict, other: dict) -> dict:
-    """Counts of two node shares together: numbers add up, tables by key; means (nll, top1) are left out."""
+    """The sums of two shares' counts, tables key by key; means (nll, top1), which cannot be added, are left out."""
     total = {}
     for key in one.keys() & other.keys():
         if isinstance(one[key], dict):

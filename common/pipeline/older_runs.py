@@ -1,9 +1,9 @@
-"""Run folders of version 0.1: what their fingerprints call by other names, and settings that are constants now."""
+"""Fingerprints of version 0.1 in today's form: renamed settings, and settings that have become constants."""
 
 from common.pipeline.errors import UserError
 
 VERSION = "0.1"
-# Settings of version 0.1 that this version has as constants, and the values of these.
+# Settings of version 0.1 that have become constants, with the values of the constants.
 CONSTANTS = {
     "dataset.split_seed": 0,
     "dataset.min_supervised": 2,
@@ -26,10 +26,7 @@ CONSTANTS = {
 
 
 def in_todays_keys(fingerprint: dict, where: object) -> dict:
-    """The fingerprint with today's keys; one of today's is returned as it is.
-
-    Raises UserError, which names version 0.1 and `where`, for a value that this version cannot reproduce.
-    """
+    """The fingerprint with today's keys; raises UserError for a value that this version has no setting for."""
     today = {key: value for key, value in fingerprint.items() if key not in CONSTANTS}
     lost = [f"{key} = {fingerprint[key]!r}" for key, value in CONSTANTS.items() if fingerprint.get(key, value) != value]
     if "draft.fc_norm" in today:
@@ -37,7 +34,7 @@ def in_todays_keys(fingerprint: dict, where: object) -> dict:
         today["draft.eagle"] = {(True, True): "3.1", (False, False): "3"}.get(norms)
         if today["draft.eagle"] is None:
             lost.append(f"draft.fc_norm = {norms[0]}, draft.norm_output = {norms[1]}")
-    if "dataset.pack_tokens" in today:  # was the longest sample and the size of a pack
+    if "dataset.pack_tokens" in today:  # it limited both the samples and the packs
         today["dataset.sample_tokens"] = today.pop("dataset.pack_tokens")
         if "train.seed" in today:
             today.setdefault("train.pack_tokens", today["dataset.sample_tokens"])
