@@ -1,12 +1,12 @@
 """Attention of one unrolled step: a flash kernel over step-0 keys, dot products with later keys, merged by log-sum-exp.
 
 A query of step s at position i sees the step-0 keys at positions <= i of its document, and of steps 1..s only the keys
-of its own position:
+of position i:
 
-    step-0 keys   0 .. i-1  i  |  own keys  1 .. s      softmax over both: exp(score - lse), with
-                  [ flash kernel ]          [ s dots ]  lse = log(exp(lse_flash) + sum of exp(own scores))
+    step-0 keys   0 .. i-1  i  |  later keys  1 .. s      softmax over both: exp(score - lse), with
+                  [ flash kernel ]            [ s dots ]  lse = log(exp(lse_flash) + sum of exp(later scores))
 
-Queries exist at loss positions only, in runs of neighbouring loss positions of one document: usually one run a
+Queries exist at loss positions only, in runs of neighbouring loss positions of one document: usually one run for each
 document, its reply; any mask is correct. Backward uses the *merged* output and lse for the step-0 keys, as ring
 attention does: exp(score - lse) is then the weight in the whole softmax, and rowsum(dout * out) holds for all keys.
 
@@ -15,13 +15,12 @@ Private operators of torch, whose signatures a new version may change; tested wi
     CUDA   torch.ops.aten._flash_attention_forward, torch.ops.aten._flash_attention_backward
 
 Shapes: P query rows (all runs, end to end), T key rows (all documents, end to end), h heads = hk key heads x g,
-d query and key width, dv value width, n and L queries and keys of a block.
+d query and key width, dv value width, s later steps, n and L queries and keys of a block.
 """
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor
-from torch.autograd.function import once_differentiable
 
 from common.dataset.loss_positions import LossRun
 from common.draft.kernels import accumulation_dtype, fused
@@ -35,12 +34,12 @@ def _softmax_backward(scores, dweights, lse, mean, scale: float):
 
 
 class CpuKernel:
-    """Blocks of queries: torch's flash attention forward; backward in plain matrix products, at least twice as fast as
-    torch's kernel."""
+    """Attention in blocks of queries: forward by torch's flash attention, backward in plain matrix products, at least
+    twice as fast as torch's backward kernel."""
 
-    BLOCK = 256  # queries; smaller blocks skip more masked keys, larger ones multiply faster
+    BLOCK = 256  # queries; smaller blocks skip more masked keys, larger blocks multiply faster
 
-    def __init__(self, runs: list[LossRun], device: torch.device):
+    def __init__(self, runs: list[LossRun]):
         self.blocks = [
             (
                 slice(run.query + start, run.query + min(start + self.BLOCK, run.length)),
@@ -52,15 +51,9 @@ class CpuKernel:
         longest = max((queries.stop - queries.start for queries, _ in self.blocks), default=0)
         self.future = torch.full((longest, longest), float("-inf")).triu_(1)
 
-    def _mask(self, queries: int, keys: int, dtype: torch.dtype) -> Tensor:
-        """[n, L], causal with the last query at the last key; torch's own causal mask aligns the first query and key"""
-        mask = torch.zeros((queries, keys), dtype=dtype)
-        mask[:, keys - queries :] = self.future[:queries, :queries]
-        return mask
-
     def forward(self, q: Tensor, k: Tensor, v: Tensor, scale: float) -> tuple[Tensor, Tensor, tuple]:
-        """-> out [P, h, d], lse [P, h], further arguments of `backward`: none"""
-        group = q.shape[1] // k.shape[1]
+        """-> out [P, h, d], lse [P, h], and the kernel's random state, which `backward` needs: empty on CPU"""
+        group, future = q.shape[1] // k.shape[1], self.future.to(q.dtype)
 
         def by_head(x):  # [n, heads, d] -> [hk, heads/hk, n, d], a view: grouped keys are broadcast, not copied
             return x.unflatten(1, (k.shape[1], -1)).permute(1, 2, 0, 3)
@@ -68,7 +61,8 @@ class CpuKernel:
         out, lse = torch.empty_like(q), q.new_empty(q.shape[:2], dtype=accumulation_dtype(q.dtype))
         for queries, keys in self.blocks:
             rows, columns = queries.stop - queries.start, keys.stop - keys.start
-            mask = None if rows == columns else self._mask(rows, columns, q.dtype)
+            # the last query sees the last key, but torch's causal mask aligns the first query and the first key
+            mask = None if rows == columns else F.pad(future[:rows, :rows], (columns - rows, 0))
             block, block_lse = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu(
                 by_head(q[queries]),
                 *(by_head(x[keys]).expand(-1, group, -1, -1) for x in (k, v)),
@@ -81,7 +75,7 @@ class CpuKernel:
         return out, lse, ()
 
     def backward(self, dout, q, k, v, out, lse, scale, extra) -> tuple[Tensor, Tensor, Tensor]:
-        """-> dq [P, h, d], dk, dv [T, hk, d]; out and lse are merged ones, over all keys"""
+        """-> dq [P, h, d], dk, dv [T, hk, d]; the arguments out and lse are merged: they cover the later keys, too"""
         heads, width = k.shape[1], q.shape[2]
         kind, future = accumulation_dtype(q.dtype), self.future.to(q.dtype)
         mean = (dout * out).sum(-1, dtype=kind)  # [P, h]
@@ -108,7 +102,7 @@ class CpuKernel:
 
 
 class CudaKernel:
-    """torch's FlashAttention for variable lengths: one call for all runs; its causal masks align the last keys."""
+    """torch's FlashAttention for variable lengths: one call for all runs; its mask aligns the last query and key."""
 
     def __init__(self, runs: list[LossRun], device: torch.device):
         lengths = torch.tensor([run.length for run in runs])
@@ -129,41 +123,35 @@ class CudaKernel:
         dq, dkey, dvalue = torch.ops.aten._flash_attention_backward(
             dout, q, key, value, out, lse, *self.lengths, 0.0, True, *extra, scale=scale
         )
-        dk, dv = (torch.zeros_like(x, dtype=accumulation_dtype(x.dtype)) for x in (k, v))
-        dk.index_add_(0, self.rows, dkey.to(dk.dtype))
-        dv.index_add_(0, self.rows, dvalue.to(dv.dtype))
-        return dq, dk.to(k.dtype), dv.to(v.dtype)
-
-
-def attention_kernel(runs: list[LossRun], device: torch.device) -> "CpuKernel | CudaKernel":
-    """The kernel for these runs, built once a pack for all steps; without runs, the CPU kernel, which does nothing."""
-    return (CudaKernel if device.type == "cuda" and runs else CpuKernel)(runs, device)
+        sums = (torch.zeros_like(x, dtype=accumulation_dtype(x.dtype)) for x in (k, v))
+        pairs = zip(sums, (dkey, dvalue), strict=True)
+        return dq, *(x.index_add_(0, self.rows, dx.to(x.dtype)).to(k.dtype) for x, dx in pairs)
 
 
 @fused(also={3: (2,), 4: (2,)})
-def _merge(out, lse, q, own_k, own_v, scale: float):
-    """out [P, h, dv], lse [P, h] over the step-0 keys; own_k, own_v [P, hk, s, .] -> both over all keys"""
-    heads, kind = own_k.shape[1], lse.dtype
-    scores = (q.to(kind).unflatten(1, (heads, -1)).unsqueeze(3) * own_k.to(kind).unsqueeze(2)).sum(-1) * scale
+def _merge(out, lse, q, later_k, later_v, scale: float):
+    """out [P, h, dv], lse [P, h] over the step-0 keys; later_k, later_v [P, hk, s, .] -> both over all keys"""
+    heads, kind = later_k.shape[1], lse.dtype
+    scores = (q.to(kind).unflatten(1, (heads, -1)).unsqueeze(3) * later_k.to(kind).unsqueeze(2)).sum(-1) * scale
     first = lse.unflatten(1, (heads, -1)).unsqueeze(-1)  # [P, hk, g, 1]
     highest = torch.maximum(first, scores.amax(-1, keepdim=True))
     total = highest + ((first - highest).exp() + (scores - highest).exp().sum(-1, keepdim=True)).log()
-    own = ((scores - total).exp().unsqueeze(-1) * own_v.to(kind).unsqueeze(2)).sum(3)
-    merged = (first - total).exp() * out.to(kind).unflatten(1, (heads, -1)) + own
+    later = ((scores - total).exp().unsqueeze(-1) * later_v.to(kind).unsqueeze(2)).sum(3)
+    merged = (first - total).exp() * out.to(kind).unflatten(1, (heads, -1)) + later
     return merged.flatten(1, 2).to(out.dtype), total.flatten(1)
 
 
 @fused(also={5: (2,), 6: (2,)})
-def _merge_backward(dq, dout, q, out, lse, own_k, own_v, scale: float):
-    """dq [P, h, d] of the step-0 keys -> dq of all keys, gradients of own_k, own_v"""
-    heads, kind = own_k.shape[1], lse.dtype
+def _merge_backward(dq, dout, q, out, lse, later_k, later_v, scale: float):
+    """dq [P, h, d] of the step-0 keys -> dq of all keys, gradients of later_k, later_v"""
+    heads, kind = later_k.shape[1], lse.dtype
     rows, drows, outs = (x.to(kind).unflatten(1, (heads, -1)).unsqueeze(3) for x in (q, dout, out))
-    keys, values = own_k.to(kind).unsqueeze(2), own_v.to(kind).unsqueeze(2)
+    keys, values = later_k.to(kind).unsqueeze(2), later_v.to(kind).unsqueeze(2)
     weights = ((rows * keys).sum(-1) * scale - lse.unflatten(1, (heads, -1)).unsqueeze(-1)).exp()  # [P, hk, g, s]
     dscores = weights * ((drows * values).sum(-1) - (drows * outs).sum(-1)) * scale
     dq = dq.to(kind).unflatten(1, (heads, -1)) + (dscores.unsqueeze(-1) * keys).sum(3)
-    dk = (dscores.unsqueeze(-1) * rows).sum(2).to(own_k.dtype)
-    dv = (weights.unsqueeze(-1) * drows).sum(2).to(own_v.dtype)
+    dk = (dscores.unsqueeze(-1) * rows).sum(2).to(later_k.dtype)
+    dv = (weights.unsqueeze(-1) * drows).sum(2).to(later_v.dtype)
     return dq.flatten(1, 2).to(q.dtype), dk, dv
 
 
@@ -173,32 +161,32 @@ def _padded(x: Tensor, width: int) -> Tensor:
 
 
 class _MergedAttention(torch.autograd.Function):
+    """q [P, h, d], step-0 keys and values [T, hk, .], later = k_1, v_1, ..., k_s, v_s, each [P, hk, .]
+    -> [P, h, dv], the attention over all keys"""
+
     @staticmethod
-    def forward(ctx, q, k, v, kernel, scale, *own):
+    def forward(ctx, q, k, v, kernel, scale, *later):
         width, value_width = q.shape[-1], v.shape[-1]
         out, lse, ctx.extra = kernel.forward(q, k, _padded(v, width), scale)
         out = out[..., :value_width].contiguous()
-        stacked = [torch.stack(x, 2) for x in (own[0::2], own[1::2])] if own else []
-        if own:
+        stacked = [torch.stack(x, 2) for x in (later[0::2], later[1::2])] if later else []
+        if later:
             out, lse = _merge(out, lse, q, *stacked, scale)
         ctx.save_for_backward(q, k, v, out, lse, *stacked)
         ctx.kernel, ctx.scale = kernel, scale
         return out
 
     @staticmethod
-    @once_differentiable
     def backward(ctx, dout):
         q, k, v, out, lse, *stacked = ctx.saved_tensors
         dout, width = dout.contiguous(), q.shape[-1]
         widened = (_padded(dout, width), q, k, _padded(v, width), _padded(out, width))
         dq, dk, dv = ctx.kernel.backward(*widened, lse, ctx.scale, ctx.extra)
-        down = []
+        dlater = []
         if stacked:
-            dq, *down = _merge_backward(dq, dout, q, out, lse, *stacked, ctx.scale)
-            down = [x for pair in zip(*(x.unbind(2) for x in down), strict=True) for x in pair]
-        return dq, dk, dv[..., : v.shape[-1]], None, None, *down
+            dq, *dlater = _merge_backward(dq, dout, q, out, lse, *stacked, ctx.scale)
+            dlater = [x for pair in zip(*(x.unbind(2) for x in dlater), strict=True) for x in pair]
+        return dq, dk, dv[..., : v.shape[-1]], None, None, *dlater
 
 
-def merged_attention(q: Tensor, k: Tensor, v: Tensor, own: list[Tensor], kernel, scale: float) -> Tensor:
-    """q [P, h, d], step-0 keys and values [T, hk, .], own = [k_1, v_1, ..., k_s, v_s] of [P, hk, .] -> [P, h, dv]"""
-    return _MergedAttention.apply(q, k, v, kernel, scale, *own)
+merged_attention = _MergedAttention.apply

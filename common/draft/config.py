@@ -8,8 +8,8 @@ from common.pipeline.settings import DraftModel
 # scaling of the target (mrope, longrope, dynamic) it uses unscaled angles.
 SCALINGS = ("linear", "llama3", "yarn")
 MAIN_K = 3  # draft tokens per forward of the target in headline figures, by which the served checkpoint is chosen
-# Rows of draft logits computed at a time: with fewer, CPU products over a wide vocabulary lose half their speed; more
-# only take memory.
+# Rows of draft logits in one chunk: fewer would halve the speed of CPU products over a wide vocabulary, more only take
+# memory.
 CHUNK_ROWS = 2000
 
 
@@ -34,7 +34,7 @@ class DraftConfig:
     norm_before_fc: bool = False
     fc_norm: bool = False
     norm_output: bool = False
-    q_lora_rank: int = 0  # from here MLA only; 0: queries are not low-rank
+    q_lora_rank: int = 0  # this and the sizes below: MLA only; 0: queries are not low-rank
     kv_lora_rank: int = 0
     qk_nope_head_dim: int = 0
     qk_rope_head_dim: int = 0
@@ -46,8 +46,6 @@ class DraftConfig:
         return scaling.get("rope_type", scaling.get("type", "default"))
 
     def __post_init__(self):
-        if self.form not in ("llama", "mla"):
-            raise ValueError(f'draft form is "{self.form}", expected "llama" or "mla"')
         if self.form == "mla" and self.norm_before_fc:
             raise ValueError(
                 "norm_before_fc is set, but vLLM's MLA draft has no such norm; use fc_norm or the llama form"
@@ -63,16 +61,13 @@ class DraftConfig:
 
 
 def draft_config(shape: DraftModel, text: dict, eps: float, aux: int, draft_vocab_size: int) -> DraftConfig:
-    """The draft's sizes from the settings; where they say 0, the target's (`text` is its config.json)."""
+    """The draft's sizes: a size that is 0 in the settings `shape` is the target's, whose config.json is `text`."""
     heads = shape.attention_heads or text["num_attention_heads"]
     rope = text.get("rope_parameters") or {}
     scaling = text.get("rope_scaling") or {k: v for k, v in rope.items() if k != "rope_theta"}
     if scaling.get("rope_type", scaling.get("type")) not in SCALINGS:
         scaling = None
-    mla = {}
-    if shape.form == "mla":
-        names = ("q_lora_rank", "kv_lora_rank", "qk_nope_head_dim", "qk_rope_head_dim", "v_head_dim")
-        mla = {name: text.get(name) or 0 for name in names}
+    mla = ("q_lora_rank", "kv_lora_rank", "qk_nope_head_dim", "qk_rope_head_dim", "v_head_dim")
     head_dim = shape.head_dim or text.get("head_dim") or text["hidden_size"] // text["num_attention_heads"]
     if shape.form == "mla" or "kv_lora_rank" in text:  # the head sizes of an MLA target do not suit a Llama draft
         head_dim = shape.head_dim or 128
@@ -92,5 +87,5 @@ def draft_config(shape: DraftModel, text: dict, eps: float, aux: int, draft_voca
         max_position_embeddings=text.get("max_position_embeddings", 4096),
         fc_norm=shape.eagle == "3.1",
         norm_output=shape.eagle == "3.1",
-        **mla,
+        **{name: text.get(name) or 0 for name in mla if shape.form == "mla"},
     )

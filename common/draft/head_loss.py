@@ -12,35 +12,30 @@ Row n of step s has target row n + s: the targets are one array, which all steps
 
 import torch
 from torch import Tensor
-from torch.autograd.function import once_differentiable
 
 from common.draft.config import CHUNK_ROWS
 from common.draft.kernels import Weight, accumulation_dtype, fused
 
 
-def blocks_of(columns: int) -> tuple[int, int]:
-    """(blocks, columns of a block) for `unflatten`: blocks of 128 columns where they divide evenly, else one block"""
-    return (-1, 128) if columns % 128 == 0 else (1, columns)
+def block_maxima(x: Tensor) -> Tensor:
+    """[..., D] -> [..., b], the maxima of blocks of 128 columns, or of the whole row if 128 does not divide D"""
+    return x.unflatten(-1, (-1, 128) if x.shape[-1] % 128 == 0 else (1, -1)).amax(-1)
 
 
 def first_argmax(x: Tensor, block_max: Tensor) -> Tensor:
     """First argmax of each row of x [n, D], given the maximum of each block [n, b].
 
-    torch.argmax is about ten times slower than amax on CPU, so the block is found first.
+    On CPU torch.argmax is about ten times slower than amax, so only the block with the highest maximum is searched.
     """
     block = x.shape[1] // block_max.shape[1]
     best = block_max.argmax(1, keepdim=True) * block  # [n, 1]
     return best.squeeze(1) + x.gather(1, best + torch.arange(block, device=x.device)).argmax(1)
 
 
-def argmax(x: Tensor) -> Tensor:
-    return first_argmax(x, x.unflatten(1, blocks_of(x.shape[1])).amax(2))
-
-
 def _softmax_difference_aten(logits, probabilities):
     q = torch.softmax(logits, -1)
     total = 1 / q.amax(-1, keepdim=True).to(accumulation_dtype(q.dtype))
-    return total, logits.unflatten(-1, blocks_of(logits.shape[-1])).amax(-1), q.sub_(probabilities)
+    return total, block_maxima(logits), q.sub_(probabilities)
 
 
 @fused(varying=(0, 1), eager=_softmax_difference_aten)
@@ -50,7 +45,7 @@ def _softmax_difference(logits, probabilities):
     logsumexp = max + log(total); the caller applies log(), which would stop the compiler from fusing all into one loop.
     """
     z = logits.to(accumulation_dtype(logits.dtype))
-    block_max = z.unflatten(-1, blocks_of(z.shape[-1])).amax(-1)
+    block_max = block_maxima(z)
     exp = (z - block_max.amax(-1, keepdim=True)).exp()
     total = exp.sum(-1, keepdim=True)
     return total, block_max, (exp * (1 / total) - probabilities.to(z.dtype)).to(logits.dtype)
@@ -67,19 +62,17 @@ def _chunks(steps: int, rows: int):
 
 class _HeadLoss(torch.autograd.Function):
     @staticmethod
-    def forward(ctx, hidden, master, low, probabilities, row_weight, with_gradient):
-        steps, rows, _ = hidden.shape
+    def forward(ctx, hidden, master, low, probabilities, row_weight):
+        (steps, rows, _), with_gradient = hidden.shape, ctx.needs_input_grad[0]
         losses = torch.empty_like(row_weight)
         choices = torch.empty_like(row_weight, dtype=torch.int64)
         dhidden = torch.empty_like(hidden) if with_gradient else None
-        dweight = master.new_zeros(master.shape[::-1]) if with_gradient and master.requires_grad else None
+        dweight = master.new_zeros(master.shape[::-1]) if with_gradient and ctx.needs_input_grad[1] else None
         # p.z = (p W).h: one product for all steps, cheaper than a pass over [P, D] to sum p * z in each step
         mean_row = probabilities @ low  # [P+K-1, H]
 
-        def shifted(x):  # [P+K-1, .] -> [K, P, .]: row n of step s is row n + s; an overlapping view, never written
-            return x.as_strided((steps, rows, x.shape[1]), (x.stride(0), x.stride(0), 1))
-
-        targets, mean_rows = shifted(probabilities), shifted(mean_row)
+        # [K, P, .]: row n of step s is row n + s; overlapping views, never written
+        targets, mean_rows = (x.unfold(0, rows, 1).transpose(1, 2) for x in (probabilities, mean_row))
         for chunk in _chunks(steps, rows):
             x, weight = hidden[chunk].flatten(0, 1), row_weight[chunk].reshape(-1, 1)
             logits = x @ low.t()
@@ -98,19 +91,13 @@ class _HeadLoss(torch.autograd.Function):
         return (losses * row_weight).sum(), losses, choices
 
     @staticmethod
-    @once_differentiable
     def backward(ctx, dloss, _losses, _choices):
-        if ctx.gradients is None:
-            raise RuntimeError(
-                "backward of the head's loss can run only once per forward: it scales gradients in place"
-            )
         dhidden, dweight = ctx.gradients
-        ctx.gradients = None
-        return dhidden.mul_(dloss), None if dweight is None else dweight.mul_(dloss).t(), None, None, None, None
+        ctx.gradients = None  # scaled in place: a second backward must fail
+        return dhidden.mul_(dloss), None if dweight is None else dweight.mul_(dloss).t(), None, None, None
 
 
 def head_loss(hidden: Tensor, head: Weight, probabilities: Tensor, row_weight: Tensor) -> tuple[Tensor, Tensor, Tensor]:
     """hidden [K, P, H], probabilities [P+K-1, D], row_weight [K, P], 0 for rows without loss
-    -> loss (scalar, the weighted sum), cross entropy [K, P] (0 where row_weight is 0), the draft's choice [K, P]"""
-    with_gradient = torch.is_grad_enabled() and (hidden.requires_grad or head.master.requires_grad)
-    return _HeadLoss.apply(hidden, head.master, head.low, probabilities, row_weight, with_gradient)
+    -> loss (scalar, the weighted sum), cross entropy [K, P] (0 where row_weight is 0), argmax of the logits [K, P]"""
+    return _HeadLoss.apply(hidden, head.master, head.low, probabilities, row_weight)

@@ -1,7 +1,7 @@
 """Element-wise loops and matrix products of the draft, each with its own backward, to make few passes over memory.
 
 A matrix product of this size takes as long as three or four passes over its result: on CPU the passes decide the speed.
-Every pass is a plain function of tensors ("body") under `fused`, which torch.compile turns into one loop after
+Every pass is a plain function of tensors (`body`) under `fused`, which torch.compile turns into one loop after
 `compile_loops()`; otherwise it runs eagerly. Both give the same numbers up to the order of rounding.
 
 Shapes: n rows, H hidden, I intermediate, h heads, d head width.
@@ -9,13 +9,13 @@ Shapes: n rows, H hidden, I intermediate, h heads, d head width.
 
 import ctypes
 import functools
+import importlib.util
 import os
 import shutil
 import sys
 
 import torch
 from torch import Tensor
-from torch.autograd.function import once_differentiable
 
 from common.pipeline.errors import UserError
 
@@ -29,15 +29,12 @@ def compile_loops(on: bool = True) -> None:
 
 
 def missing_compiler(device: str) -> str:
-    """What torch.compile needs for `device` and this machine lacks, in words; empty where nothing is missing."""
+    """A sentence that names what torch.compile needs for `device` and is not installed; empty where it has all."""
+    compilers = [os.environ.get("CXX", "g++")]
     if device.startswith("cuda"):
-        compilers = [os.environ["CC"]] if "CC" in os.environ else ["gcc", "clang"]
-        try:
-            import triton  # noqa: F401
-        except ImportError:
+        if importlib.util.find_spec("triton") is None:
             return "Triton is not installed"
-    else:
-        compilers = [os.environ.get("CXX", "g++")]
+        compilers = [os.environ["CC"]] if "CC" in os.environ else ["gcc", "clang"]
     return "" if any(map(shutil.which, compilers)) else f"{' or '.join(compilers)} is not installed"
 
 
@@ -47,19 +44,17 @@ def keep_freed_memory() -> None:
     Otherwise page faults cost more than the arithmetic: a [2048, 8192] bf16 product took 48 ms with them, 6 without.
     """
     if sys.platform == "linux":
-        mallopt = getattr(ctypes.CDLL(None), "mallopt", None)  # musl's allocator has no mallopt and no such fault
-        if mallopt is not None:
-            trim_threshold, mmap_threshold = -1, -3
-            mallopt(mmap_threshold, 1 << 30)
-            mallopt(trim_threshold, (1 << 31) - 1)
+        libc, trim_threshold, mmap_threshold = ctypes.CDLL(None), -1, -3
+        libc.mallopt(mmap_threshold, 1 << 30)
+        libc.mallopt(trim_threshold, (1 << 31) - 1)
 
 
 def fused(body=None, *, varying: tuple[int, ...] = (0,), also: dict[int, tuple] | None = None, eager=None):
     """Run `body` as one compiled loop after `compile_loops()`. Raises UserError where the compiler fails.
 
-    `varying`: dimensions of the arguments whose sizes change from call to call (`also`: further ones, by the number of
-    the argument). A loop is compiled once for all such sizes; fixed sizes make it faster. `eager`: the same function
-    in terms of torch's own operators, for uncompiled runs.
+    `varying`: dimensions, of every tensor argument, whose sizes change from call to call; `also`: further such
+    dimensions of single arguments, by the argument's number. A loop is compiled once for all these sizes; fixed sizes
+    make it faster. `eager`: the same function in terms of torch's operators, for uncompiled runs.
     """
     if body is None:
         return functools.partial(fused, varying=varying, also=also, eager=eager)
@@ -92,8 +87,8 @@ def accumulation_dtype(dtype: torch.dtype) -> torch.dtype:
 
 
 class _Linear(torch.autograd.Function):
-    """x W' for each W, plus `add` where there is one W. The gradient of each W goes to its float32 master, so that the
-    gradients of the unrolled steps are summed in float32."""
+    """x W' for each matrix W, plus `add` (None with several matrices). The gradient of each W goes to its float32
+    master, so that the gradients of the unrolled steps are summed in float32."""
 
     @staticmethod
     def forward(ctx, x, add, *weights):
@@ -103,13 +98,12 @@ class _Linear(torch.autograd.Function):
         return tuple(x @ low.t() if add is None else torch.addmm(add, x, low.t()) for low in lows)
 
     @staticmethod
-    @once_differentiable
     def backward(ctx, *douts):
         x, *lows = ctx.saved_tensors
         dx, transposed, dweights = None, None, []
-        for number, (dout, low) in enumerate(zip(douts, lows, strict=True)):
+        for dout, low, trained in zip(douts, lows, ctx.needs_input_grad[2::2], strict=True):
             dweight = None
-            if ctx.needs_input_grad[2 + 2 * number]:
+            if trained:
                 # oneDNN takes twice as long where it must transpose: transpose the narrower matrix first
                 if x.shape[1] < dout.shape[1]:
                     transposed = x.t().contiguous() if transposed is None else transposed
@@ -156,6 +150,9 @@ def _rms_norm_backward(dy, dx, x, weight, scale):
 
 
 class _RMSNorm(torch.autograd.Function):
+    """x [n, H] over its root mean square, times weight [H]; also returns x for the residual branch, so that one fused
+    backward adds both gradients."""
+
     @staticmethod
     def forward(ctx, x, weight, eps):
         y, scale = _rms_norm(x, weight, eps)
@@ -163,17 +160,13 @@ class _RMSNorm(torch.autograd.Function):
         return y, x.view_as(x)
 
     @staticmethod
-    @once_differentiable
     def backward(ctx, dy, dx):
         x, weight, scale = ctx.saved_tensors
         dx, dweight = _rms_norm_backward(dy, dx, x, weight, scale)
         return dx, dweight.to(weight.dtype), None
 
 
-def rms_norm(x: Tensor, weight: Tensor, eps: float) -> tuple[Tensor, Tensor]:
-    """x [n, H] over its root mean square, times weight [H]; also returns x for the residual branch, so that both
-    gradients are added in one fused backward."""
-    return _RMSNorm.apply(x, weight, eps)
+rms_norm = _RMSNorm.apply
 
 
 @fused
@@ -190,57 +183,51 @@ def _swiglu_backward(dy, gate, up):
 
 
 class _SwiGLU(torch.autograd.Function):
+    """silu(gate) * up, all [n, I]."""
+
     @staticmethod
     def forward(ctx, gate, up):
         ctx.save_for_backward(gate, up)
         return _swiglu(gate, up)
 
     @staticmethod
-    @once_differentiable
     def backward(ctx, dy):
         return _swiglu_backward(dy, *ctx.saved_tensors)
 
 
-def swiglu(gate: Tensor, up: Tensor) -> Tensor:
-    """silu(gate) * up, all [n, I]."""
-    return _SwiGLU.apply(gate, up)
+swiglu = _SwiGLU.apply
 
 
 @fused
-def _rotate_halves(x, cos, sin):
-    first, second = x.to(cos.dtype).chunk(2, -1)
+def _rotated(x, cos, sin, pairs: bool):
+    sizes, dimension = ((-1, 2), -1) if pairs else ((2, -1), -2)
+    first, second = x.to(cos.dtype).unflatten(-1, sizes).unbind(dimension)
     cos, sin = cos[:, None], sin[:, None]
-    return torch.cat([first * cos - second * sin, second * cos + first * sin], -1).to(x.dtype)
-
-
-@fused
-def _rotate_pairs(x, cos, sin):
-    first, second = x.to(cos.dtype).unflatten(-1, (-1, 2)).unbind(-1)
-    cos, sin = cos[:, None], sin[:, None]
-    return torch.stack([first * cos - second * sin, second * cos + first * sin], -1).flatten(-2).to(x.dtype)
+    return torch.stack([first * cos - second * sin, second * cos + first * sin], dimension).flatten(-2).to(x.dtype)
 
 
 class _Rotate(torch.autograd.Function):
+    """x [n, h, d] rotated by angles with cos and sin [n, d/2]: dimensions (i, i + d/2) together as in Llama, or, with
+    `pairs`, neighbouring dimensions."""
+
     @staticmethod
     def forward(ctx, x, cos, sin, pairs):
         ctx.save_for_backward(cos, sin)
-        ctx.body = _rotate_pairs if pairs else _rotate_halves
-        return ctx.body(x, cos, sin)
+        ctx.pairs = pairs
+        return _rotated(x, cos, sin, pairs)
 
     @staticmethod
-    @once_differentiable
     def backward(ctx, dy):
         cos, sin = ctx.saved_tensors
-        return ctx.body(dy, cos, -sin), None, None, None  # the transpose of a rotation is its inverse
+        return _rotated(dy, cos, -sin, ctx.pairs), None, None, None  # the transpose of a rotation is its inverse
 
 
-def rotate(x: Tensor, cos: Tensor, sin: Tensor, pairs: bool) -> Tensor:
-    """x [n, h, d] rotated by angles with cos and sin [n, d/2]: dimensions (i, i + d/2) together as in Llama, or, with
-    `pairs`, neighbouring dimensions."""
-    return _Rotate.apply(x, cos, sin, pairs)
+rotate = _Rotate.apply
 
 
 class _TakeRows(torch.autograd.Function):
+    """x[rows] for distinct rows: backward copies the gradient, where indexing would have to accumulate it."""
+
     @staticmethod
     def forward(ctx, x, rows):
         ctx.save_for_backward(rows)
@@ -248,12 +235,9 @@ class _TakeRows(torch.autograd.Function):
         return x.index_select(0, rows)
 
     @staticmethod
-    @once_differentiable
     def backward(ctx, dy):
         (rows,) = ctx.saved_tensors
         return dy.new_zeros(ctx.shape).index_copy_(0, rows, dy), None
 
 
-def take_rows(x: Tensor, rows: Tensor) -> Tensor:
-    """x[rows] for distinct rows: backward copies the gradient, where indexing would have to accumulate it."""
-    return _TakeRows.apply(x, rows)
+take_rows = _TakeRows.apply

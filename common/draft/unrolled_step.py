@@ -36,12 +36,12 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from common.dataset.packs import Pack
-from common.draft.attention import attention_kernel, merged_attention
-from common.draft.head_loss import argmax, head_loss
+from common.draft.attention import CpuKernel, CudaKernel, merged_attention
+from common.draft.head_loss import block_maxima, first_argmax, head_loss
 from common.draft.kernels import Weight, accumulation_dtype, rms_norm, take_rows
 from common.draft.network import Draft, rope_frequencies
 
-TARGET_LOGITS = 32 * 1024 * 1024  # full-vocabulary logits at a time: 64 MiB in bf16
+TARGET_LOGITS = 32 * 1024 * 1024  # full-vocabulary logits in memory at a time: 64 MiB in bf16
 
 
 class StepResult(NamedTuple):
@@ -51,15 +51,9 @@ class StepResult(NamedTuple):
     loss_sums: Tensor  # [K] cross entropy summed over P_s
     counts: Tensor  # [K] |P_s| of this pack, int64
     positions: Tensor  # int64 [P] flat indices of P_0
-    right_token: Tensor  # bool [K, P] the draft's choice is the stream's own token x_{i+2+s}
+    right_token: Tensor  # bool [K, P] the draft's choice is the stream's token x_{i+2+s}
     right_argmax: Tensor  # bool [K, P] the draft's choice is the target's, over the full vocabulary
     in_step: Tensor  # bool [K, P] position belongs to P_s
-
-
-class Targets(NamedTuple):
-    probabilities: Tensor  # [P+K-1, D] softmax over the draft's columns, for x_{i+2}; K-1 rows of zeros for shifts
-    choice: Tensor  # int64 [P] argmax over the full vocabulary
-    choice_in_draft_vocab: Tensor  # bool [P]
 
 
 class UnrolledStep(nn.Module):
@@ -77,29 +71,26 @@ class UnrolledStep(nn.Module):
         dtype: torch.dtype = torch.bfloat16,
     ):
         super().__init__()
-        rows = draft.config.vocab_size if draft_to_target is None else draft_to_target.numel()
-        if rows != draft.config.draft_vocab_size:
-            raise ValueError(f"draft_to_target has {rows} tokens, the draft has {draft.config.draft_vocab_size}")
         self.draft, self.steps, self.step_weight = draft, steps, step_weight
         self.dtype, self.target_norm_eps = dtype, target_norm_eps
-        in_draft_vocab = torch.ones(target_head.shape[0], dtype=torch.bool)
-        if draft_to_target is not None:
-            in_draft_vocab.fill_(False)[draft_to_target.cpu()] = True
+        in_draft_vocab = torch.zeros(len(target_head), dtype=torch.bool, device=target_head.device)
+        in_draft_vocab[... if draft_to_target is None else draft_to_target] = True
         frequencies, self.rotary_factor = rope_frequencies(draft.config, draft.midlayer.self_attn.rotary_width)
         buffers = {
             "target_norm": target_norm.detach(),
             "target_head": target_head.detach().to(dtype),
             "draft_to_target": draft_to_target,
             "target_rows": None if draft_to_target is None else target_head.detach()[draft_to_target].to(dtype),
-            "in_draft_vocab": in_draft_vocab.to(target_head.device),
+            "in_draft_vocab": in_draft_vocab,
             "frequencies": frequencies.to(target_head.device),
         }
         for name, value in buffers.items():  # not in checkpoints: the target's tensors, or derived from the settings
             self.register_buffer(name, value, persistent=False)
 
     @torch.no_grad()
-    def targets(self, last_hidden: Tensor, steps: int) -> Targets:
-        """last_hidden [P, H] at i+1 -> the distributions of x_{i+2}; computed once a pack, shifted for every step."""
+    def _targets(self, last_hidden: Tensor, steps: int) -> tuple[Tensor, Tensor]:
+        """last_hidden [P, H] at i+1 -> the target's probabilities of x_{i+2}, a softmax over the draft's columns
+        [P+K-1, D] whose last K-1 rows are zeros for shifts, and its argmax over the full vocabulary, int64 [P]"""
         states, _ = rms_norm(last_hidden.to(self.dtype), self.target_norm, self.target_norm_eps)
         probabilities = states.new_empty((len(states) + steps - 1, self.draft.config.draft_vocab_size))
         probabilities[len(states) :] = 0
@@ -108,10 +99,10 @@ class UnrolledStep(nn.Module):
         for start in range(0, len(states), size):
             chunk = slice(start, min(start + size, len(states)))
             full = states[chunk] @ self.target_head.t()
-            choice[chunk] = argmax(full)
+            choice[chunk] = first_argmax(full, block_maxima(full))
             logits = full if self.target_rows is None else states[chunk] @ self.target_rows.t()
             torch.softmax(logits, -1, out=probabilities[chunk])
-        return Targets(probabilities, choice, self.in_draft_vocab[choice])
+        return probabilities, choice
 
     def loss_weights(self, steps: int) -> Tensor:
         """The loss weight of each step, float64 [K] on the CPU."""
@@ -131,28 +122,29 @@ class UnrolledStep(nn.Module):
 
         # From tokens alone. Row i holds x_{i+1}; the last row of a document has no such token, and no query reads it.
         embedded = F.embedding(pack.input_ids.roll(-1), draft.embed_tokens.weight).to(self.dtype)
-        embedded = layer.input_layernorm(embedded)
+        embedded, _ = layer.input_layernorm(embedded)
         embedded_kv = weights["embedding_kv"](embedded)
         embedded_q = weights["embedding_q"](take_rows(embedded, positions))
         shifted = torch.cat([embedded_q, take_rows(embedded_kv, positions)], 1)
         shifted = F.pad(shifted, (0, 0, 0, steps - 1))  # [P+K-1, N]; rows that shift in the padding are in no P_s
 
-        normed, state = layer.hidden_norm.normed_and_input(draft.fuse(pack.aux_hidden.to(self.dtype), weights))
+        normed, state = layer.hidden_norm(draft.fuse(pack.aux_hidden.to(self.dtype), weights))
         cos, sin = self._angles(in_document)
         keys, values = attention.keys_values(weights["hidden_kv"](normed, embedded_kv), cos, sin, weights)
         normed, state, in_document = take_rows(normed, positions), take_rows(state, positions), in_document[positions]
 
-        kernel, own, outputs = attention_kernel(pack.loss_positions.runs, positions.device), [], []
+        runs, device, later, outputs = pack.loss_positions.runs, positions.device, [], []
+        kernel = CudaKernel(runs, device) if runs and device.type == "cuda" else CpuKernel(runs)
         for step in range(steps):
             cos, sin = self._angles(in_document + step)
             if step == 0:
                 projected = weights["hidden_q"](normed, embedded_q)
             else:
-                normed, state = layer.hidden_norm.normed_and_input(state)
+                normed, state = layer.hidden_norm(state)
                 projected = weights["hidden_qkv"](normed, shifted[step : step + count])
-                own += attention.keys_values(projected[:, columns:], cos, sin, weights)
+                later += attention.keys_values(projected[:, columns:], cos, sin, weights)
             queries = attention.queries(projected[:, :columns], cos, sin, weights)
-            heads = merged_attention(queries, keys, values, own, kernel, attention.scale)
+            heads = merged_attention(queries, keys, values, kernel, attention.scale, *later)
             residual = normed if draft.config.norm_before_residual else state
             state, output = draft.after_attention(heads, residual, weights)
             outputs.append(output)
@@ -160,25 +152,23 @@ class UnrolledStep(nn.Module):
 
     def forward(self, pack: Pack, counts: Tensor | None = None, steps: int | None = None) -> StepResult:
         """`counts`: int64 [K] over all ranks and accumulated packs, for a loss that is the mean over all of them;
-        `steps`: how many to unroll, where not as many as in training.
+        `steps`: the number of steps to unroll (default: as many as in training).
 
         Positions where the target's choice is outside the draft vocabulary have no loss, but count.
         """
         device, steps = pack.input_ids.device, steps or self.steps
         pack_counts = pack.loss_positions.counts(steps)
         positions, in_step = pack.loss_positions.positions.to(device), pack.loss_positions.in_step(steps).to(device)
-        targets = self.targets(pack.last_hidden[positions + 1], steps)
+        probabilities, target_choice = self._targets(pack.last_hidden[positions + 1], steps)
 
-        def shifted(x: Tensor) -> Tensor:
-            """[P] -> [K, P]: row n of step s is x[n + s]"""
-            padded = F.pad(x, (0, steps - 1))
-            return torch.stack([padded[s : s + len(x)] for s in range(steps)])
+        def shifted(x: Tensor) -> Tensor:  # [P] -> [K, P]: row n of step s is x[n + s]
+            return F.pad(x, (0, steps - 1)).unfold(0, len(x), 1)
 
         divisor = (pack_counts if counts is None else counts).to(device).clamp(min=1)
         scale = self.loss_weights(steps).to(device, accumulation_dtype(self.dtype)) / divisor
-        with_loss = in_step & shifted(targets.choice_in_draft_vocab)
+        with_loss = in_step & shifted(self.in_draft_vocab[target_choice])
         hidden, head = self._unroll(pack, positions, steps)
-        loss, losses, choice = head_loss(hidden, head, targets.probabilities, with_loss * scale.unsqueeze(1))
+        loss, losses, choice = head_loss(hidden, head, probabilities, with_loss * scale.unsqueeze(1))
 
         if self.draft_to_target is not None:
             choice = self.draft_to_target[choice]
@@ -188,6 +178,6 @@ class UnrolledStep(nn.Module):
             counts=pack_counts.to(device),
             positions=positions,
             right_token=in_step & (choice == shifted(pack.input_ids[positions + 2])),
-            right_argmax=in_step & (choice == shifted(targets.choice)),
+            right_argmax=in_step & (choice == shifted(target_choice)),
             in_step=in_step,
         )
