@@ -5,7 +5,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from common.dataset.index import HELD_OUT, TRAIN
+from common.dataset.index import TRAIN
 from common.dataset.packs import Pack, Packs
 from common.draft.unrolled_step import UnrolledStep
 from common.target.protocol import Protocol
@@ -24,10 +24,6 @@ class HeldOut:
     schedule: list[list[int]]  # the index rows of each pack
     think_open: int | None  # token ids
     think_close: int | None
-
-    @classmethod
-    def of(cls, packs: Packs, think_open: int | None, think_close: int | None) -> "HeldOut":
-        return cls(packs, packs.pack_split(HELD_OUT, None), think_open, think_close)
 
     def replies(self, pack: Pack, right: Tensor, positions: Tensor) -> list[ReplySteps]:
         """right [K, P] of a pack, split into runs of neighbouring positions of one document."""
@@ -114,7 +110,7 @@ def bigram_floor(packs: Packs, held_out: HeldOut, vocab_size: int, steps: int) -
     for pack in held_out.packs.prefetch(held_out.schedule):
         positions = pack.loss_positions.positions
         ends = pack.offsets[1:][torch.searchsorted(pack.offsets[1:], positions, right=True)]
-        right = bigram.steps(pack.input_ids, 0, len(pack.input_ids), steps)[:, positions]
+        right = bigram.steps(pack.input_ids, steps)[:, positions]
         inside = positions + 2 + torch.arange(steps)[:, None] < ends
         replies += held_out.replies(pack, right & inside, positions)
     return measure(replies)

@@ -1,4 +1,4 @@
-"""What a run logs: the lines of metrics.jsonl, the trackers, the progress bar, the report."""
+"""What a training run logs: metrics.jsonl, TensorBoard or Weights & Biases, the progress bar, the report."""
 
 import json
 from functools import cached_property
@@ -7,6 +7,7 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
+from common.dataset.index import TRAIN
 from common.dataset.packs import Pack
 from common.draft.unrolled_step import StepResult
 from common.pipeline.command_line import Settings
@@ -26,7 +27,7 @@ SHOWN_SAMPLES = 3  # held-out replies in the report
 
 
 class Journal:
-    """Only the first rank writes. Metrics after the trainer's step are dropped, since a resumed run repeats them.
+    """The log of a run, written by the first rank. Metrics after the trainer's step are dropped: a resume repeats them.
 
     `others`: the metrics of other runs, which the report compares.
     """
@@ -40,10 +41,6 @@ class Journal:
             lines = [line for line in self.metrics() if line["step"] <= trainer.step]
             write_text(self.path, "".join(json.dumps(line) + "\n" for line in lines))
             self.loggers = Loggers(folder, settings.train.track, trainer.step, settings.as_dict())
-
-    def close(self) -> None:
-        """Finish what the trackers still have to send."""
-        self.loggers.close()
 
     @cached_property
     def matmul_rate(self) -> float:
@@ -76,7 +73,8 @@ class Journal:
         seconds: float,
         progress: Progress,
     ) -> None:
-        """One metrics line and the progress bar. `counts`: loss positions int64 [K] of the step, over all ranks."""
+        """One metrics line and the progress bar. `counts`: loss positions int64 [K] of the step, over all ranks;
+        `norm`: the gradient's; `seconds`: duration of the step."""
         trainer, ranks = self.trainer, self.trainer.ranks
         flops = sum(pack_flops(self.inputs.config, pack, self.settings.train.unrolled_steps) for pack in batch)
         utilisation = flops / seconds / self.matmul_rate
@@ -102,13 +100,13 @@ class Journal:
         progress.update(1, **facts, tokens_s=f"{rate:.0f}", utilisation=f"{utilisation:.0%}")
 
     def write_report(self, chosen: int, replies: list) -> None:
-        """The report as of now: curves, tables, and the first held-out replies with their accepted tokens."""
+        """Write the report: curves, tables, and the first held-out replies with their accepted tokens."""
         k = self.trainer.main_k
         samples = sample_views(self.inputs.held_out, replies, self.protocol, k, SHOWN_SAMPLES)
         write_report(self.folder, self.report_facts(chosen), self.metrics(), samples, self.others)
 
     def report_facts(self, chosen: int) -> dict:
-        """What the report shows beside the curves."""
+        """The facts that the report and the model card show besides the curves."""
         target, ranks = self.settings.target.model, self.trainer.ranks
         return {
             "title": f"EAGLE-3 draft for {target}",
@@ -117,7 +115,7 @@ class Journal:
             "data": self.inputs.counts,
             "train": vars(self.settings.train),
             "environment": {"torch": torch.__version__, "device": ranks.device, "ranks": ranks.world},
-            "lengths": self.inputs.train_lengths(),
+            "lengths": [self.inputs.packs.lengths[row] for row in self.inputs.packs.index.rows(TRAIN)],
             "baselines": self.trainer.baselines,
             "chosen_step": chosen,
             "draft_cost": DRAFT_COST,
