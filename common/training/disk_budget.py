@@ -40,7 +40,7 @@ class FollowedPacks(Packs):
         for row in index.rows(TRAIN):
             self.rounds[self.round_of(row)].append(row)
         self.written: set[str] = set()
-        self._states = lru_cache(maxsize=64)(self._open)
+        self.states = lru_cache(maxsize=64)(self._open)
 
     def _open(self, name: str) -> tuple[Shard, dict[str, int]]:
         """(a shard with states, the number in it of each sample id)."""
@@ -51,7 +51,7 @@ class FollowedPacks(Packs):
         return self.budget.round_of(self.shard_names[row])
 
     def find(self, row: int) -> tuple[Shard, int]:
-        shard, numbers = self._states(self.shard_names[row])
+        shard, numbers = self.states(self.shard_names[row])
         return shard, numbers[self.facts(row)["id"]]
 
     def missing(self, rows: list[int]) -> bool:
@@ -63,7 +63,7 @@ class FollowedPacks(Packs):
 
     def with_states(self, rows: list[int]) -> list[int]:
         """The rows that have states; all shards of `rows` must be written."""
-        return [row for row in rows if self.facts(row)["id"] in self._states(self.shard_names[row])[1]]
+        return [row for row in rows if self.facts(row)["id"] in self.states(self.shard_names[row])[1]]
 
     def ready(self, rows: list[int]) -> list[int] | None:
         """What to load for a training pack, at least one row; None while a shard is missing.
@@ -78,10 +78,6 @@ class FollowedPacks(Packs):
             if stored := self.with_states(candidates):
                 return stored
         raise SafetyStop(f"02 has no states of any sample of round {number}; see {self.budget.hidden}/failures-*.jsonl")
-
-    def close_shards(self) -> None:
-        """Unmap all files: a deleted file frees its disk space only then."""
-        self._states.cache_clear()
 
 
 class RoundOrder:
@@ -178,7 +174,7 @@ class Follower:
     def release(self, step: int) -> None:
         """Delete the shards of the rounds that training needs no more after `step`, which has a checkpoint."""
         if done := self.order.rounds_done(step):
-            self.packs.close_shards()
+            self.packs.states.cache_clear()  # a deleted file frees its disk space only when it is unmapped
             if self.ranks.first:
                 self.budget.release(done, step)
 

@@ -2,6 +2,7 @@
 
 import json
 from functools import cached_property
+from itertools import islice
 from pathlib import Path
 
 import torch
@@ -83,18 +84,10 @@ class Journal:
         loss = float(ranks.sum(sum(r.loss.detach().double() for r in results)))
         accuracy = (right / counts.clamp_min(1)).tolist()
         rate = trainer.tokens / trainer.seconds
-        self.log(
-            "train",
-            tokens=trainer.tokens,
-            loss=loss,
-            step_loss=(sums / counts.clamp_min(1)).tolist(),
-            step_accuracy=accuracy,
-            learning_rate=trainer.optimizer.param_groups[0]["lr"],
-            grad_norm=float(norm),
-            tokens_s=round(rate, 1),
-            utilisation=round(utilisation, 4),
-            seconds=round(trainer.seconds, 2),
-        )
+        line = {"tokens": trainer.tokens, "loss": loss, "step_loss": (sums / counts.clamp_min(1)).tolist()}
+        line |= {"step_accuracy": accuracy, "learning_rate": trainer.optimizer.param_groups[0]["lr"]}
+        line |= {"grad_norm": float(norm), "tokens_s": round(rate, 1), "utilisation": round(utilisation, 4)}
+        self.log("train", **line, seconds=round(trainer.seconds, 2))
         best = f"{trainer.best_length:.3f}" if trainer.best_length else "-"
         facts = {"loss": f"{loss:.3f}", "accuracy": f"{accuracy[0]:.2f}", "best_length": best}
         progress.update(1, **facts, tokens_s=f"{rate:.0f}", utilisation=f"{utilisation:.0%}")
@@ -102,7 +95,7 @@ class Journal:
     def write_report(self, chosen: int, replies: list) -> None:
         """Write the report: curves, tables, and the first held-out replies with their accepted tokens."""
         k = self.trainer.main_k
-        samples = sample_views(self.inputs.held_out, replies, self.protocol, k, SHOWN_SAMPLES)
+        samples = list(islice(sample_views(self.inputs.held_out, replies, self.protocol, k), SHOWN_SAMPLES))
         write_report(self.folder, self.report_facts(chosen), self.metrics(), samples, self.others)
 
     def report_facts(self, chosen: int) -> dict:

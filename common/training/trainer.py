@@ -44,17 +44,10 @@ class Trainer:
         """Build the untrained draft and the step that unrolls it, unsharded on this rank."""
         inputs, s, device = self.inputs, self.settings, self.ranks.device
         self.draft = inputs.new_draft(s.seed).to(device)
-        whole = len(inputs.kept) == len(inputs.t2d)  # the draft has the target's vocabulary
-        self.unrolled = UnrolledStep(
-            self.draft,
-            inputs.target["norm"].to(device),
-            inputs.eps,
-            inputs.target["lm_head"].to(device),
-            None if whole else inputs.kept.to(device),
-            s.unrolled_steps,
-            s.step_weight,
-            DTYPES[s.precision],
-        )
+        norm, head = (inputs.target[name].to(device) for name in ("norm", "lm_head"))
+        kept = None if len(inputs.kept) == len(inputs.t2d) else inputs.kept.to(device)
+        steps = (s.unrolled_steps, s.step_weight)
+        self.unrolled = UnrolledStep(self.draft, norm, inputs.eps, head, kept, *steps, DTYPES[s.precision])
 
     def facts(self) -> list[tuple[str, str]]:
         """Derived numbers, to be printed before the first step."""
