@@ -107,7 +107,7 @@ class RoundOrder:
             first, last = (bisect_right(borders, p) for p in (step * each, min(step + 2, steps) * each - 1))
             if last > first + 1:
                 raise UserError(
-                    f"two steps of {each} packs reach over round {first + 1} of {len(borders)}, but the disk budget "
+                    f"two steps of {each} packs span all of round {first + 1} of {len(borders)}, but the disk budget "
                     "holds only two rounds: use a larger --window in 02, or a smaller --packs-per-step"
                 )
 
@@ -140,7 +140,7 @@ class Follower:
         done, released = self.order.rounds_done(step), self.budget.released_rounds()
         if released > done:
             raise UserError(
-                f"{released} rounds were trained on and deleted, but training resumes at step {step}, which needs "
+                f"{released} rounds are trained on and deleted, but training resumes from step {step}, which needs "
                 f"round {done}: restore the newer checkpoint, or start over with 02 --window --fresh"
             )
         self.release(step)
