@@ -111,9 +111,10 @@ def train(inputs, trainer, journal) -> None:
     """The training loop: unrolled steps over packs, the optimizer, held-out acceptance, checkpoints."""
     import torch
 
-    from common.training.batches import global_counts, prefetched, step_packs
+    from common.dataset.packs import prefetch
+    from common.training.batches import global_counts, step_packs
     from common.training.optimizer import GRAD_CLIP, learning_rate
-    from common.training.ranks import StopSignal, full_tensor, gradient_sync
+    from common.training.ranks import StopSignal, full_tensor, set_gradient_sync
 
     s, ranks, stop = trainer.settings, trainer.ranks, StopSignal(trainer.ranks)
     trainer.measure_baselines()
@@ -121,21 +122,21 @@ def train(inputs, trainer, journal) -> None:
     if inputs.follower:
         steps = inputs.follower.ready(steps, stop)
     with Progress("train", inputs.total_steps, "steps", done=trainer.step, shown=ranks.first) as progress:
-        for batch in prefetched(inputs.packs, steps, ranks.device):
+        for batch in prefetch(lambda packs: [inputs.packs.load(rows).to(ranks.device) for rows in packs], steps):
             started = time.monotonic()
             counts = global_counts(batch, s.unrolled_steps, ranks)
             results = []
             for pack in batch:
-                with gradient_sync(trainer.module, last=pack is batch[-1]):
-                    results.append(trainer.module(pack, counts))
-                    # This pack's share of the mean over all ranks' packs; ranks average where we need the sum.
-                    (results[-1].loss * ranks.world).backward()
+                set_gradient_sync(trainer.module, pack is batch[-1])
+                results.append(trainer.module(pack, counts))
+                # The loss is the pack's share of the mean over all packs; DDP and FSDP2 average where we need the sum.
+                (results[-1].loss * ranks.world).backward()
             norm = full_tensor(torch.nn.utils.clip_grad_norm_(trainer.trained, GRAD_CLIP))
             trainer.check_finite(batch, results, norm)
             for group in trainer.optimizer.param_groups:
                 group["lr"] = learning_rate(trainer.step, inputs.total_steps, s)
             trainer.optimizer.step()
-            trainer.optimizer.zero_grad(set_to_none=True)
+            trainer.optimizer.zero_grad()
 
             trainer.step += 1
             trainer.tokens += int(ranks.sum(torch.tensor([sum(len(pack.input_ids) for pack in batch)])))
@@ -183,7 +184,7 @@ def finish(inputs, trainer, journal, manifest: Manifest, settings: Settings, che
     if settings.serving.export_format == "speculators" or other.exists():  # never two exports of different weights
         write_speculators(other, served, settings.target.model, k)
     journal.write_report(chosen, replies)
-    journal.close()
+    journal.loggers.close()
 
     names = [
         str(path.relative_to(folder)) for export in (served, other) if export.exists() for path in export.iterdir()

@@ -1,4 +1,4 @@
-"""The cost of a run as arithmetic: bytes, memory of training, FLOPs, hours. Pure functions, no torch, no files.
+"""The cost of a run as arithmetic: bytes, memory of training, FLOPs, tokens/s. Pure functions, no torch, no files.
 
 `draft` is a DraftConfig. Shapes as in common/draft/unrolled_step.py: T tokens of a pack, P loss positions among them,
 K unrolled steps, H hidden, I intermediate, A aux states, V vocabulary, D draft vocabulary.
@@ -13,7 +13,7 @@ from common.draft.flops import attention_widths, step_flops
 GB, GIB = 1e9, 2**30
 LOW, MASTER = 2, 4  # bytes of bf16, and of float32 masters
 CUDA_CONTEXT = 1.0 * GIB  # of CUDA, its kernels and NCCL's buffers: observed, not derived
-FRAGMENTATION = 0.05  # share of all tensors that the allocator cannot use
+FRAGMENTATION = 0.05  # share of the tensors' memory that the allocator cannot use
 
 
 class Gpu(NamedTuple):
@@ -22,6 +22,10 @@ class Gpu(NamedTuple):
     memory_gb: float
     tflops: float
     bandwidth_gb_s: float
+
+    def seconds(self, flops: float, gpus: int, utilisation: float) -> float:
+        """Time of `flops` operations on `gpus` such GPUs at this share of the published rate."""
+        return flops / (gpus * self.tflops * 1e12 * utilisation)
 
 
 GPUS = {
@@ -52,12 +56,7 @@ def sample_flops(draft: DraftConfig, prompt: float, output: float, steps: int) -
 
 
 def training_memory(
-    draft: DraftConfig,
-    tokens: int,
-    rows: int,
-    steps: int,
-    ranks: int,
-    parallel: str = "ddp",
+    draft: DraftConfig, tokens: int, rows: int, steps: int, ranks: int, parallel: str = "ddp"
 ) -> dict[str, float]:
     """Bytes on one rank at the peak of an AdamW step, by use; bf16 products, float32 masters, W weights.
 
@@ -70,12 +69,12 @@ def training_memory(
     activations see `activation_bytes`
     """
     weights = trained_weights(draft)
-    shared = ranks if parallel == "fsdp" else 1
+    stored = MASTER * weights / (ranks if parallel == "fsdp" else 1)
     w, h = attention_widths(draft), draft.hidden_size
     uses = {
-        "master": MASTER * weights / shared,
-        "optimizer": 2 * MASTER * weights / shared,
-        "gradients": MASTER * weights / shared,
+        "master": stored,
+        "optimizer": 2 * stored,
+        "gradients": stored,
         "gathered": 2 * MASTER * weights if parallel == "fsdp" and ranks > 1 else 0.0,
         "buckets": MASTER * weights if parallel == "ddp" and ranks > 1 else 0.0,
         "copies": LOW * (weights + h * (w.query_in + w.key_value_in)),
@@ -97,9 +96,8 @@ def activation_bytes(draft: DraftConfig, tokens: int, rows: int, steps: int) -> 
     head        P (D + H) target distributions, K P 2H inputs and their gradients, a chunk of logits and differences
     """
     w, h = attention_widths(draft), draft.hidden_size
-    projected = w.query_in + w.key_value_in
+    projected, raised = w.query_in + w.key_value_in, w.raised_keys + w.raised_queries
     once = tokens * (4 * h + w.key_value_in + w.keys + w.raised_keys) + rows * projected
-    raised = w.raised_keys + w.raised_queries
     step = rows * (5 * h + projected + w.queries + w.keys + raised + w.out + 3 * draft.intermediate_size)
     chunk = min(CHUNK_ROWS, steps * rows)
     head = rows * (draft.draft_vocab_size + h) + 2 * steps * rows * h + 2 * chunk * draft.draft_vocab_size
@@ -111,20 +109,7 @@ def on_a_gpu(uses: dict[str, float]) -> float:
     return sum(uses.values()) * (1 + FRAGMENTATION) + CUDA_CONTEXT
 
 
-# ---- disk ----
-
-
-def checkpoint_bytes(draft: DraftConfig) -> float:
-    """Float32 masters and AdamW's two moments: 12 W."""
-    return 12.0 * trained_weights(draft)
-
-
-def export_bytes(draft: DraftConfig) -> float:
-    """The served folder in bf16, with the embedding: 2 (W + V H)."""
-    return 2.0 * (trained_weights(draft) + draft.vocab_size * draft.hidden_size)
-
-
-# ---- hours of the target ----
+# ---- speed of the target ----
 
 
 def cache_bytes(text: dict, layers: int, tensor_parallel: int) -> float:
@@ -142,27 +127,18 @@ def cache_bytes(text: dict, layers: int, tensor_parallel: int) -> float:
 def generation_rate(
     gpu: Gpu, gpus: int, replies: float, context: float, weights: float, active: float, cache: float, utilisation: float
 ) -> float:
-    """Tokens/s of one server of `gpus` with `replies` in flight at a mean length of `context` tokens.
+    """Tokens/s of one server of `gpus` GPUs with `replies` in flight at a mean length of `context` tokens.
 
+    `weights` [bytes] of all parameters, the number of `active` parameters, and `cache` [bytes] of a token on each GPU.
     A decode step reads every weight once (a batch of 100 uses nearly all experts) and the caches of all replies:
     seconds = max((weights / gpus + replies context cache) / (bandwidth utilisation),
                   2 active replies / (gpus rate utilisation)).
     Communication between GPUs is not modelled: without NVLink expect less, and measure with --n 64.
     """
     memory_s = (weights / gpus + replies * context * cache) / (gpu.bandwidth_gb_s * GB * utilisation)
-    arithmetic_s = 2 * active * replies / (gpus * gpu.tflops * 1e12 * utilisation)
-    return replies / max(memory_s, arithmetic_s)
+    return replies / max(memory_s, gpu.seconds(2 * active * replies, gpus, utilisation))
 
 
 def replies_that_fit(gpu: Gpu, gpus: int, context: float, weights: float, cache: float) -> float:
     """Replies whose caches fit in 90 % of the GPUs' memory (vLLM's default) after the weights; below 1: none."""
     return (0.9 * gpu.memory_gb * GB - weights / gpus) / (context * cache)
-
-
-def compute_hours(flops: float, gpu: Gpu, gpus: int, utilisation: float) -> float:
-    """Hours of `flops` operations at the share `utilisation` of the published dense bf16 rate."""
-    return flops / (gpus * gpu.tflops * 1e12 * utilisation) / 3600
-
-
-def disk_hours(size: float, gb_s: float) -> float:
-    return size / (gb_s * GB) / 3600

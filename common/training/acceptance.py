@@ -9,8 +9,10 @@ these teacher-forced steps give the engine's count exactly.
     per position:  1 + mean of a over all rows; differs, since a walk drafts at few rows of an accepted run
 """
 
+from bisect import bisect_right
+from collections import Counter
 from collections.abc import Iterator
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 
 import torch
 from torch import Tensor
@@ -22,8 +24,8 @@ REPLY_BORDERS = (0, 32, 64, 128, 256, 512, 1024, 4096, 16384)  # tokens into the
 
 @dataclass(frozen=True)
 class ReplySteps:
-    """Which draft steps were right along one reply: right bool [K, n] for n neighbouring rows; `closing` is the row
-    that proposes the token that closes the reasoning (rows before it propose reasoning), n without such a row."""
+    """Which draft steps were right along one reply: right bool [K, n] for n neighbouring rows. Rows up to `closing`,
+    which proposes the token that closes the reasoning, propose reasoning; without that row it is n or -1."""
 
     right: Tensor
     closing: int = 0
@@ -42,26 +44,9 @@ def walk(lengths: list[int]) -> Iterator[tuple[int, int]]:
         row += lengths[row] + 1
 
 
-@dataclass
-class WalkCounts:
-    """Sums over walks with one k."""
-
-    k: int
-    drafts: int = 0
-    accepted: list[int] = field(default_factory=list)  # per draft position
-
-    def add(self, accepted: int) -> None:
-        self.accepted = self.accepted or [0] * self.k
-        self.drafts += 1
-        for position in range(accepted):
-            self.accepted[position] += 1
-
-    @property
-    def length(self) -> float | None:
-        return 1 + sum(self.accepted) / self.drafts if self.drafts else None
-
-    def as_dict(self) -> dict:
-        return {"length": self.length, "drafts": self.drafts, "accepted": self.accepted or [0] * self.k}
+def mean_length(drafts: Counter[int]) -> float | None:
+    """Acceptance length of walks, from how many of their drafts had 0, 1, 2 ... accepted tokens."""
+    return 1 + sum(a * n for a, n in drafts.items()) / drafts.total() if drafts else None
 
 
 def measure(replies: list[ReplySteps]) -> dict:
@@ -70,33 +55,39 @@ def measure(replies: list[ReplySteps]) -> dict:
     by_part (reasoning or content) and by_place (tokens into the reply) are walks with k = MAIN_K.
     """
     steps = min((reply.right.shape[0] for reply in replies), default=0)
-    walks = {k: WalkCounts(k) for k in range(1, steps + 1)}
-    position_sums = dict.fromkeys(walks, 0)
     main_k = min(MAIN_K, steps)
-    by_text = {"reasoning": WalkCounts(main_k), "content": WalkCounts(main_k)}
-    by_border = [WalkCounts(main_k) for _ in REPLY_BORDERS]
-    rows, right_rows = 0, torch.zeros(steps)
+    # Each counter: how many drafts had 0, 1, 2 ... accepted tokens.
+    walks: dict[int, Counter[int]] = {k: Counter() for k in range(1, steps + 1)}
+    by_text, by_border = {"reasoning": Counter(), "content": Counter()}, [Counter() for _ in REPLY_BORDERS]
+    rows, right_rows, position_sums = 0, torch.zeros(steps), Counter()
     for reply in replies:
         rows += reply.right.shape[1]
         right_rows += reply.right[:steps].sum(1)
-        for k, counts in walks.items():
+        for k, drafts in walks.items():
             lengths = accepted_lengths(reply.right, k)
             position_sums[k] += sum(lengths)
             for row, accepted in walk(lengths):
-                counts.add(accepted)
+                drafts[accepted] += 1
                 if k == main_k:
-                    by_text["reasoning" if row <= reply.closing else "content"].add(accepted)
-                    by_border[sum(row >= border for border in REPLY_BORDERS) - 1].add(accepted)
+                    by_text["reasoning" if row <= reply.closing else "content"][accepted] += 1
+                    by_border[bisect_right(REPLY_BORDERS, row) - 1][accepted] += 1
     spans = zip(REPLY_BORDERS, [*REPLY_BORDERS[1:], None], by_border, strict=True)
     return {
         "step_accuracy": [round(x, 5) for x in (right_rows / max(rows, 1)).tolist()],
-        "walk": {k: counts.as_dict() for k, counts in walks.items()},
-        "per_position": {k: 1 + total / max(rows, 1) for k, total in position_sums.items()},
-        "by_part": {name: {main_k: counts.length} for name, counts in by_text.items()},
+        "walk": {
+            k: {
+                "length": mean_length(drafts),
+                "drafts": drafts.total(),
+                "accepted": [sum(n for a, n in drafts.items() if a > position) for position in range(k)],
+            }
+            for k, drafts in walks.items()
+        },
+        "per_position": {k: 1 + position_sums[k] / max(rows, 1) for k in walks},
+        "by_part": {name: {main_k: mean_length(drafts)} for name, drafts in by_text.items()},
         "by_place": [
-            {"from": start, "to": stop, "length": counts.length, "starts": counts.drafts}
-            for start, stop, counts in spans
-            if counts.drafts
+            {"from": start, "to": stop, "length": mean_length(drafts), "starts": drafts.total()}
+            for start, stop, drafts in spans
+            if drafts
         ],
     }
 
@@ -109,16 +100,13 @@ def figures_from_json(figures):
 
 
 def accepted_rows(right: Tensor, k: int) -> list[bool]:
-    """For each row r (token x_{i+2} of the reply), whether that token is an accepted draft token of the walk."""
-    accepted_row = [False] * right.shape[1]
-    for row, accepted in walk(accepted_lengths(right, k)):
-        for offset in range(min(accepted, len(accepted_row) - row)):
-            accepted_row[row + offset] = True
-    return accepted_row
+    """For each row of right [K, n] (position i), whether x_{i+2} is an accepted draft token of the walk with `k`."""
+    hits = {hit for row, accepted in walk(accepted_lengths(right, k)) for hit in range(row, row + accepted)}
+    return [row in hits for row in range(right.shape[1])]
 
 
 class Bigram:
-    """The floor that a draft must beat: it proposes the token that most often followed the last one in training."""
+    """A lower bound for any draft: proposes the token that most often followed the last token in the training data."""
 
     def __init__(self, vocab_size: int, pairs: Iterator[tuple[Tensor, Tensor]]):
         previous, written = (torch.cat(side) for side in zip(*pairs, strict=True))
@@ -128,11 +116,7 @@ class Bigram:
         for code in codes[order].tolist():
             self.best[code // vocab_size] = code % vocab_size
 
-    def steps(self, ids: Tensor, first: int, rows: int, steps: int) -> Tensor:
-        """right bool [K, n] along a reply; ids: int64 [T], `first`: the position i of row 0."""
-        right = torch.zeros(steps, rows, dtype=torch.bool)
-        hits = self.best[ids[:-1]] == ids[1:]  # hits[j]: x_{j+1} is predicted by x_j
-        for step in range(steps):
-            step_hits = hits[first + 1 + step : first + 1 + step + rows]
-            right[step, : len(step_hits)] = step_hits
-        return right
+    def steps(self, ids: Tensor, steps: int) -> Tensor:
+        """right bool [K, T] at every position of ids int64 [T]; False where the ids end before the proposed token."""
+        hits = self.best[ids[:-1]] == ids[1:]  # hits[j]: x_j predicts x_{j+1}
+        return torch.cat([hits, hits.new_zeros(steps + 1)])[1:].unfold(0, len(ids), 1)  # right[s, i] = hits[i+1+s]

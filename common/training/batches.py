@@ -1,51 +1,44 @@
-"""The order of packs over epochs, steps and ranks; a thread prefetches them."""
+"""The order of packs over epochs, steps and ranks, and the loss positions of a step."""
 
+import itertools
 import math
-from collections.abc import Iterator
+from functools import lru_cache
 
 import torch
 from torch import Tensor
 
 from common.dataset.index import TRAIN
-from common.dataset.packs import Pack, Packs, prefetch
+from common.dataset.packs import Pack, Packs
 from common.pipeline.errors import SafetyStop
 from common.pipeline.settings import Train
 from common.training.ranks import Ranks
 
 
 class PackOrder:
-    """The endless sequence of training packs: epoch after epoch, each shuffled by the seed. Its state is one number."""
+    """The endless sequence of training packs: epoch after epoch, each shuffled by the seed."""
 
     def __init__(self, packs: Packs, seed: int):
-        self.packs, self.seed = packs, seed
-        self.epochs: dict[int, list[list[int]]] = {}  # the packs of the epoch in use
-        self.borders = [0]  # packs until the start of each epoch
+        # Only the current epoch is stored, since a large data set has many packs.
+        self._packs = lru_cache(maxsize=1)(lambda epoch: packs.pack_split(TRAIN, seed * 1_000_003 + epoch))
+        self._starts = [0]
 
-    def _packs(self, epoch: int) -> list[list[int]]:
-        if epoch not in self.epochs:
-            self.epochs = {epoch: self.packs.pack_split(TRAIN, self.seed * 1_000_003 + epoch)}
-            if len(self.borders) == epoch + 1:
-                self.borders.append(self.borders[epoch] + len(self.epochs[epoch]))
-        return self.epochs[epoch]
+    def _start(self, epoch: int) -> int:
+        """The number of packs before an epoch."""
+        for before in range(len(self._starts) - 1, epoch):
+            self._starts.append(self._starts[-1] + len(self._packs(before)))
+        return self._starts[epoch]
 
     def at(self, number: int) -> tuple[float, list[int]]:
         """(epochs completed before it, index rows) of pack `number`."""
-        epoch = 0
-        while True:
-            if len(self.borders) <= epoch + 1:
-                self._packs(epoch)
-            if number < self.borders[epoch + 1]:
-                packs, index = self._packs(epoch), number - self.borders[epoch]
-                return epoch + index / len(packs), packs[index]
-            epoch += 1
+        epoch = next(epoch for epoch in itertools.count() if number < self._start(epoch + 1))
+        packs, index = self._packs(epoch), number - self._start(epoch)
+        return epoch + index / len(packs), packs[index]
 
     def count(self, epochs: float) -> int:
         """The number of packs in `epochs` epochs."""
         whole = math.floor(epochs)
-        for epoch in range(whole):
-            self._packs(epoch)
         rest = math.ceil((epochs - whole) * len(self._packs(whole))) if epochs > whole else 0
-        return self.borders[whole] + rest
+        return self._start(whole) + rest
 
 
 def step_packs(order: PackOrder, step: int, settings: Train, ranks: Ranks) -> list[list[int]]:
@@ -54,17 +47,10 @@ def step_packs(order: PackOrder, step: int, settings: Train, ranks: Ranks) -> li
     return [order.at(first + i)[1] for i in range(ranks.rank, settings.packs_per_step, ranks.world)]
 
 
-def prefetched(packs: Packs, wanted: Iterator[list[list[int]]], device: str) -> Iterator[list[Pack]]:
-    """The packs of each step on `device`, read by a thread while the step before is computed."""
-    return prefetch(lambda rows: [packs.load(r).to(device) for r in rows], wanted)
-
-
 def global_counts(batch: list[Pack], steps: int, ranks: Ranks) -> Tensor:
     """Loss positions int64 [K] of an optimizer step over its packs and ranks; raises SafetyStop when there are none."""
-    counts = torch.stack([p.loss_positions.counts(steps) for p in batch]).sum(0)
-    counts = ranks.sum(counts)
+    counts = ranks.sum(torch.stack([pack.loss_positions.counts(steps) for pack in batch]).sum(0))
     if counts[0] == 0:
-        raise SafetyStop(
-            f"no sample of this batch has a supervised token: {', '.join(id for p in batch for id in p.ids)}"
-        )
+        ids = ", ".join(id for pack in batch for id in pack.ids)
+        raise SafetyStop(f"no sample of this step has a token to train on: {ids}; check their loss masks in 02_hidden")
     return counts

@@ -1,9 +1,10 @@
-"""Checkpoints: everything that an exact resume needs, as plain tensors and JSON, published by one rename.
+"""Checkpoints: all that an exact resume needs, as tensors and JSON, written to a temporary folder and then renamed.
 
 checkpoints/step-00000200/  model.safetensors  optimizer.safetensors  state.json (step, tokens, best step, ...)
 """
 
 import shutil
+from collections import defaultdict
 from pathlib import Path
 
 import torch
@@ -16,14 +17,12 @@ from common.training.optimizer import Optimizers
 from common.training.ranks import full_tensor, shard_like
 
 PREFIX = "step-"
-KEEP_CHECKPOINTS = 2  # the last ones; the best is kept beside them
+KEEP_CHECKPOINTS = 2  # the newest ones; the best checkpoint is kept in addition
 
 
 def save_checkpoint(folder: Path, module: nn.Module, optimizer: Optimizers, state: dict, first: bool = True) -> Path:
-    """Write a checkpoint atomically; returns its path.
-
-    Every rank calls it, since sharded tensors are gathered for the files; only the `first` one writes.
-    """
+    """Write a checkpoint atomically; returns its path. All ranks must call this, to gather sharded tensors; only the
+    `first` rank writes."""
     trained = {name: p for name, p in module.named_parameters() if p.requires_grad}
     names = {id(p): name for name, p in trained.items()}
     moments = {
@@ -38,32 +37,24 @@ def save_checkpoint(folder: Path, module: nn.Module, optimizer: Optimizers, stat
         with atomic_folder(path) as temporary:
             save_file(tensors, temporary / "model.safetensors")
             save_file(moments, temporary / "optimizer.safetensors")
-            hashes = {f: sha256(temporary / f) for f in ("model.safetensors", "optimizer.safetensors")}
+            hashes = {path.name: sha256(path) for path in sorted(temporary.iterdir())}
             write_json(temporary / "state.json", state | {"sha256": hashes, "parameters": list(trained)})
     return path
 
 
 def _on_cpu(tensors: dict[str, torch.Tensor], keep: bool) -> dict[str, torch.Tensor]:
     """Full tensors on the CPU, gathered one at a time in the same order on every rank; empty unless `keep`."""
-    gathered = {}
-    for name in sorted(tensors):
-        tensor = full_tensor(tensors[name].detach())
-        if keep:
-            gathered[name] = tensor.cpu().contiguous()
-    return gathered
+    gathered = ((name, full_tensor(tensors[name].detach())) for name in sorted(tensors))
+    return {name: tensor.cpu().contiguous() for name, tensor in gathered if keep}
 
 
 def load_checkpoint(path: Path, module: nn.Module, optimizer: Optimizers | None) -> dict:
-    """Load a checkpoint's tensors into `module` and `optimizer`; returns its state.
-
-    Raises UserError for damaged files, and for a checkpoint whose tensors do not fit `module`.
-    """
+    """Load a checkpoint's tensors into `module` and `optimizer`; returns its state. Raises UserError for damaged files
+    and for tensors of other shapes than the module's."""
     state = read_json(path / "state.json")
     for name, wanted in state["sha256"].items():
         if not (path / name).is_file() or sha256(path / name) != wanted:
-            raise UserError(
-                f"{path / name} is damaged or missing; delete {path} to resume from the checkpoint before it"
-            )
+            raise UserError(f"{path / name} is damaged or missing; delete {path} to resume from an older checkpoint")
     tensors = load_file(path / "model.safetensors")
     parameters = {name: p for name, p in module.named_parameters() if p.requires_grad}
     stored, wanted = ({name: tuple(t.shape) for name, t in side.items()} for side in (tensors, parameters))
@@ -74,14 +65,14 @@ def load_checkpoint(path: Path, module: nn.Module, optimizer: Optimizers | None)
         for name, parameter in parameters.items():
             parameter.copy_(shard_like(tensors[name], parameter))
     if optimizer is not None:
-        moments: dict[str, dict] = {}
+        moments = defaultdict(dict)
         for key, value in load_file(path / "optimizer.safetensors").items():
             name, _, kind = key.rpartition("/")
-            moments.setdefault(name, {})[kind] = value
+            moments[name][kind] = value
         names = {id(p): name for name, p in parameters.items()}
         for inner in optimizer.optimizers:
             for p in (p for group in inner.param_groups for p in group["params"]):
-                values = moments.get(names[id(p)], {})
+                values = moments[names[id(p)]]
                 # Fused AdamW needs the number of steps as a plain tensor on the parameter's device.
                 steps = {"step": values.pop("step").to(p.device)} if "step" in values else {}
                 inner.state[p] = steps | {kind: shard_like(value, p) for kind, value in values.items()}

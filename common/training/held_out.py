@@ -1,11 +1,12 @@
-"""Held-out acceptance of a draft, and of the bigram floor, in the form of an `eval` metrics line."""
+"""Acceptance on held-out replies, of a draft and of a bigram table, as facts of an `eval` metrics line."""
 
+from collections.abc import Iterator
 from dataclasses import dataclass
 
 import torch
 from torch import Tensor
 
-from common.dataset.index import HELD_OUT, TRAIN
+from common.dataset.index import TRAIN
 from common.dataset.packs import Pack, Packs
 from common.draft.unrolled_step import UnrolledStep
 from common.target.protocol import Protocol
@@ -25,10 +26,6 @@ class HeldOut:
     think_open: int | None  # token ids
     think_close: int | None
 
-    @classmethod
-    def of(cls, packs: Packs, think_open: int | None, think_close: int | None) -> "HeldOut":
-        return cls(packs, packs.pack_split(HELD_OUT, None), think_open, think_close)
-
     def replies(self, pack: Pack, right: Tensor, positions: Tensor) -> list[ReplySteps]:
         """right [K, P] of a pack, split into runs of neighbouring positions of one document."""
         document = torch.searchsorted(pack.offsets[1:], positions, right=True)
@@ -47,9 +44,9 @@ class HeldOut:
 
 @torch.no_grad()
 def evaluate(step: UnrolledStep, held_out: HeldOut, ranks: Ranks, steps: int) -> tuple[dict, list[list[ReplySteps]]]:
-    """(facts of an `eval` metrics line, the replies of each pack): acceptance on held-out data, walk and per position.
+    """(facts of an `eval` metrics line, the replies of each pack) on held-out data, by walk and per position.
 
-    `steps`: draft steps to unroll, which may be more or fewer than in training; the loss covers the steps of both.
+    `steps`: draft steps to unroll, which may be more or fewer than in training; the loss covers the smaller number.
     Each rank evaluates its share of the packs.
     """
     replies, outside, agreed = [], 0, torch.zeros(steps, dtype=torch.int64)
@@ -68,7 +65,7 @@ def evaluate(step: UnrolledStep, held_out: HeldOut, ranks: Ranks, steps: int) ->
     weights = step.loss_weights(min(step.steps, steps))
     facts = measure([reply for pack_replies in replies for reply in pack_replies])
     facts["loss"] = float((weights * (sums / counts.clamp_min(1))[: len(weights)]).sum())
-    # Against the target's first choice: greedy replies consist of it, sampled replies also hold other tokens.
+    # Agreement with the target's most probable token, which a sampled reply does not always follow.
     totals = zip(facts["walk"], agreed.tolist(), strict=False)  # without replies there is no walk
     facts["per_position_argmax"] = {k: 1 + total / max(int(counts[0]), 1) for k, total in totals}
     facts["speed_up"] = speed_ups(facts["walk"])
@@ -114,34 +111,29 @@ def bigram_floor(packs: Packs, held_out: HeldOut, vocab_size: int, steps: int) -
     for pack in held_out.packs.prefetch(held_out.schedule):
         positions = pack.loss_positions.positions
         ends = pack.offsets[1:][torch.searchsorted(pack.offsets[1:], positions, right=True)]
-        right = bigram.steps(pack.input_ids, 0, len(pack.input_ids), steps)[:, positions]
+        right = bigram.steps(pack.input_ids, steps)[:, positions]
         inside = positions + 2 + torch.arange(steps)[:, None] < ends
         replies += held_out.replies(pack, right & inside, positions)
     return measure(replies)
 
 
-def sample_views(
-    held_out: HeldOut, replies: list[list[ReplySteps]], protocol: Protocol, k: int, count: int
-) -> list[dict]:
-    """The first `count` held-out samples for the report: of each token the text, the part of the chat that it belongs
-    to, the mask, and whether a walk with `k` accepts it as a draft token."""
-    views = []
+def sample_views(held_out: HeldOut, replies: list[list[ReplySteps]], protocol: Protocol, k: int) -> Iterator[dict]:
+    """Held-out samples for the report: of each token the text, the section of the chat that it belongs to, the mask,
+    and whether a walk with `k` accepts it as a draft token."""
     for rows, pack_replies in zip(held_out.schedule, replies, strict=True):
-        pack = held_out.packs.load(rows)
-        positions = pack.loss_positions.positions
-        for number, reply in enumerate(pack_replies):
-            if len(views) == count:
-                return views
-            first = int(positions[sum(r.right.shape[1] for r in pack_replies[:number])])
+        pack, row = held_out.packs.load(rows), 0
+        for reply in pack_replies:
+            first = int(pack.loss_positions.positions[row])
+            row += reply.right.shape[1]
             document = int(torch.searchsorted(pack.offsets[1:], first, right=True))
             start, stop = pack.offsets[document : document + 2].tolist()
-            accepted = {first + 2 + row: hit for row, hit in enumerate(accepted_rows(reply.right, k))}
+            accepted = {first + 2 + i: hit for i, hit in enumerate(accepted_rows(reply.right, k))}
             ids, mask = pack.input_ids[start:stop].tolist(), pack.loss_mask[start:stop].int().tolist()
-            sections = token_sections(ids, mask, protocol)
             tokens = [
-                {"text": protocol.decode([id]), "id": id, "mask": m, "part": part}
+                {"text": protocol.decode([id]), "id": id, "mask": m, "part": section}
                 | {"accepted": int(accepted.get(at, 0)) if m else None}  # prompt tokens are not drafted
-                for at, id, m, part in zip(range(start, stop), ids, mask, sections, strict=True)
+                for at, id, m, section in zip(
+                    range(start, stop), ids, mask, token_sections(ids, mask, protocol), strict=True
+                )
             ]
-            views.append({"id": pack.ids[document], "tokens": tokens})
-    return views
+            yield {"id": pack.ids[document], "tokens": tokens}

@@ -1,11 +1,9 @@
-"""What training starts from: the data set of stage 03, its packs in order, the target's head, the draft's sizes."""
+"""The inputs of training: the data set of stage 03, its packs in order, the target's head, the draft's sizes."""
 
-import torch
 from safetensors.torch import load_file
-from torch import Tensor
 
 from common.dataset.draft_vocabulary import coverage, kept_tokens
-from common.dataset.index import TRAIN, Index
+from common.dataset.index import HELD_OUT, Index
 from common.dataset.packs import Packs
 from common.draft.config import draft_config
 from common.draft.network import Draft
@@ -16,16 +14,15 @@ from common.pipeline.manifest import DATASET, HIDDEN, Manifest
 from common.training.batches import PackOrder
 from common.training.disk_budget import Follower, follow
 from common.training.held_out import HeldOut
-from common.training.optimizer import check_pack_tokens, check_settings
+from common.training.optimizer import check_settings
 from common.training.ranks import Ranks
 
 
 class Inputs:
-    """Read from RUN/03_dataset and RUN/02_hidden. `follower` is None unless 02 runs with a disk budget."""
+    """Reads RUN/03_dataset and RUN/02_hidden. `follower` is None unless 02 runs with a disk budget."""
 
     def __init__(self, settings: Settings, dataset: Manifest, ranks: Ranks):
         s, source, states = settings.train, settings.run_dir / DATASET, settings.run_dir / HIDDEN
-        check_settings(s, ranks)
         facts, vocab = read_json(source / "target.json"), load_file(source / "vocab.safetensors")
         self.text, self.eps, self.aux_layers = facts["text"], facts["eps"], tuple(facts["aux_layers"])
         self.target = load_file(source / "target_head.safetensors")  # norm [H], lm_head [V, H], embedding [V, H]
@@ -39,19 +36,15 @@ class Inputs:
         self.coverage = coverage(vocab["counts"], self.kept)
 
         self.counts, index = dataset.counts, Index.load(source / "index.safetensors")
-        check_pack_tokens(index, s.pack_tokens)
+        check_settings(s, ranks, int(index.length.max()))
         budget = follow(states, dataset, settings.switches.follow, settings.fresh)
         self.follower = Follower(budget, index, s.pack_tokens, s, ranks) if budget else None
         self.packs = self.follower.packs if budget else Packs(states, index, s.pack_tokens)
         self.order = self.follower.order if budget else PackOrder(self.packs, s.seed)
-        protocol = facts["protocol"]
-        self.held_out = HeldOut.of(self.packs, protocol["think_open"], protocol["think_close"])
+        markers = facts["protocol"]["think_open"], facts["protocol"]["think_close"]
+        self.held_out = HeldOut(self.packs, self.packs.pack_split(HELD_OUT, None), *markers)
         self.total_steps = max(1, self.order.count(s.epochs) // s.packs_per_step)
         self.steps_an_epoch = max(1, self.order.count(1) // s.packs_per_step)
-
-    def draft_to_target(self) -> Tensor | None:
-        """Target ids int64 [D] of the draft vocabulary; None where it is the whole vocabulary."""
-        return None if len(self.kept) == len(self.t2d) else self.kept
 
     def new_draft(self, seed: int) -> Draft:
         """The draft before any training, on the CPU: initialised from the seed or from the published draft."""
@@ -60,8 +53,3 @@ class Inputs:
         if self.published:
             self.published.fill(draft)
         return draft
-
-    def train_lengths(self) -> list[int]:
-        """Tokens of each training sample."""
-        index = self.packs.index
-        return index.length[torch.tensor(index.rows(TRAIN), dtype=torch.int64)].tolist()

@@ -1,12 +1,14 @@
-"""What a run logs: the lines of metrics.jsonl, the trackers, the progress bar, the report."""
+"""What a training run logs: metrics.jsonl, TensorBoard or Weights & Biases, the progress bar, the report."""
 
 import json
 from functools import cached_property
+from itertools import islice
 from pathlib import Path
 
 import torch
 from torch import Tensor
 
+from common.dataset.index import TRAIN
 from common.dataset.packs import Pack
 from common.draft.unrolled_step import StepResult
 from common.pipeline.command_line import Settings
@@ -26,7 +28,7 @@ SHOWN_SAMPLES = 3  # held-out replies in the report
 
 
 class Journal:
-    """Only the first rank writes. Metrics after the trainer's step are dropped, since a resumed run repeats them.
+    """The log of a run, written by the first rank. Metrics after the trainer's step are dropped: a resume repeats them.
 
     `others`: the metrics of other runs, which the report compares.
     """
@@ -40,10 +42,6 @@ class Journal:
             lines = [line for line in self.metrics() if line["step"] <= trainer.step]
             write_text(self.path, "".join(json.dumps(line) + "\n" for line in lines))
             self.loggers = Loggers(folder, settings.train.track, trainer.step, settings.as_dict())
-
-    def close(self) -> None:
-        """Finish what the trackers still have to send."""
-        self.loggers.close()
 
     @cached_property
     def matmul_rate(self) -> float:
@@ -76,7 +74,8 @@ class Journal:
         seconds: float,
         progress: Progress,
     ) -> None:
-        """One metrics line and the progress bar. `counts`: loss positions int64 [K] of the step, over all ranks."""
+        """One metrics line and the progress bar. `counts`: loss positions int64 [K] of the step, over all ranks;
+        `norm`: the gradient's; `seconds`: duration of the step."""
         trainer, ranks = self.trainer, self.trainer.ranks
         flops = sum(pack_flops(self.inputs.config, pack, self.settings.train.unrolled_steps) for pack in batch)
         utilisation = flops / seconds / self.matmul_rate
@@ -85,30 +84,22 @@ class Journal:
         loss = float(ranks.sum(sum(r.loss.detach().double() for r in results)))
         accuracy = (right / counts.clamp_min(1)).tolist()
         rate = trainer.tokens / trainer.seconds
-        self.log(
-            "train",
-            tokens=trainer.tokens,
-            loss=loss,
-            step_loss=(sums / counts.clamp_min(1)).tolist(),
-            step_accuracy=accuracy,
-            learning_rate=trainer.optimizer.param_groups[0]["lr"],
-            grad_norm=float(norm),
-            tokens_s=round(rate, 1),
-            utilisation=round(utilisation, 4),
-            seconds=round(trainer.seconds, 2),
-        )
+        line = {"tokens": trainer.tokens, "loss": loss, "step_loss": (sums / counts.clamp_min(1)).tolist()}
+        line |= {"step_accuracy": accuracy, "learning_rate": trainer.optimizer.param_groups[0]["lr"]}
+        line |= {"grad_norm": float(norm), "tokens_s": round(rate, 1), "utilisation": round(utilisation, 4)}
+        self.log("train", **line, seconds=round(trainer.seconds, 2))
         best = f"{trainer.best_length:.3f}" if trainer.best_length else "-"
         facts = {"loss": f"{loss:.3f}", "accuracy": f"{accuracy[0]:.2f}", "best_length": best}
         progress.update(1, **facts, tokens_s=f"{rate:.0f}", utilisation=f"{utilisation:.0%}")
 
     def write_report(self, chosen: int, replies: list) -> None:
-        """The report as of now: curves, tables, and the first held-out replies with their accepted tokens."""
+        """Write the report: curves, tables, and the first held-out replies with their accepted tokens."""
         k = self.trainer.main_k
-        samples = sample_views(self.inputs.held_out, replies, self.protocol, k, SHOWN_SAMPLES)
+        samples = list(islice(sample_views(self.inputs.held_out, replies, self.protocol, k), SHOWN_SAMPLES))
         write_report(self.folder, self.report_facts(chosen), self.metrics(), samples, self.others)
 
     def report_facts(self, chosen: int) -> dict:
-        """What the report shows beside the curves."""
+        """The facts that the report and the model card show besides the curves."""
         target, ranks = self.settings.target.model, self.trainer.ranks
         return {
             "title": f"EAGLE-3 draft for {target}",
@@ -117,7 +108,7 @@ class Journal:
             "data": self.inputs.counts,
             "train": vars(self.settings.train),
             "environment": {"torch": torch.__version__, "device": ranks.device, "ranks": ranks.world},
-            "lengths": self.inputs.train_lengths(),
+            "lengths": [self.inputs.packs.lengths[row] for row in self.inputs.packs.index.rows(TRAIN)],
             "baselines": self.trainer.baselines,
             "chosen_step": chosen,
             "draft_cost": DRAFT_COST,

@@ -1,6 +1,8 @@
-"""Trackers that receive the metrics too (TensorBoard, Weights & Biases), and the metrics of other runs to compare."""
+"""Metrics sent to TensorBoard and Weights & Biases, and the metrics of other runs, which the report compares."""
 
 import hashlib
+from collections.abc import Iterator
+from importlib import import_module
 from pathlib import Path
 
 from common.pipeline.errors import UserError
@@ -8,15 +10,22 @@ from common.pipeline.jsonl import read_jsonl
 
 
 class Loggers:
-    """Sends metrics lines to the trackers in `track`; only this class imports them."""
+    """Sends metrics lines to the trackers in `track`."""
 
     def __init__(self, folder: Path, track: tuple[str, ...], step: int, facts: dict):
-        self.writer = _tensorboard(folder / "tensorboard", step) if "tensorboard" in track else None
-        self.wandb = _wandb(folder, facts) if "wandb" in track else None
+        self.writer = self.wandb = None
+        if "tensorboard" in track:
+            writer = _imported("torch.utils.tensorboard", "tensorboard").SummaryWriter
+            self.writer = writer(str(folder / "tensorboard"), purge_step=step + 1)
+        if "wandb" in track:
+            # One id per folder, so that a resumed run continues its curves.
+            id, run = hashlib.sha256(str(folder.resolve()).encode()).hexdigest()[:12], folder.resolve().parent.name
+            about = {"project": "kimi-eagle3", "name": run, "id": id, "resume": "allow"}
+            self.wandb = _imported("wandb", "wandb").init(**about, dir=str(folder), config=facts)
 
     def log(self, line: dict) -> None:
         """Send the numbers of one metrics line, nested names joined by "/"."""
-        values = {f"{line['kind']}/{name}": value for name, value in _numbers(line) if name != "step"}
+        values = dict(_numbers({name: value for name, value in line.items() if name != "step"}, line["kind"]))
         if self.writer:
             for name, value in values.items():
                 self.writer.add_scalar(name, value, line["step"])
@@ -30,34 +39,20 @@ class Loggers:
             self.wandb.finish()
 
 
-def _numbers(value, name: str = ""):
-    """(name, number) of every number inside a metrics line; list entries are named by their index."""
-    if isinstance(value, bool) or value is None or isinstance(value, str):
-        return
-    if isinstance(value, int | float):
+def _numbers(value, name: str) -> Iterator[tuple[str, float]]:
+    """(name, number) of every number inside `value`; list entries are named by their index."""
+    if isinstance(value, dict | list):
+        for key, inner in value.items() if isinstance(value, dict) else enumerate(value):
+            yield from _numbers(inner, f"{name}/{key}")
+    elif isinstance(value, int | float) and not isinstance(value, bool):
         yield name, value
-        return
-    for key, inner in value.items() if isinstance(value, dict) else enumerate(value):
-        yield from _numbers(inner, f"{name}/{key}" if name else str(key))
 
 
-def _tensorboard(folder: Path, step: int):
+def _imported(module: str, package: str):
     try:
-        from torch.utils.tensorboard import SummaryWriter
+        return import_module(module)
     except ImportError as error:
-        raise UserError(f"train.track: tensorboard is not installed ({error}); pip install tensorboard") from None
-    return SummaryWriter(str(folder), purge_step=step + 1)
-
-
-def _wandb(folder: Path, facts: dict):
-    try:
-        import wandb
-    except ImportError as error:
-        raise UserError(f"train.track: wandb is not installed ({error}); pip install wandb") from None
-    # One id per folder, so that a resumed run continues its curves.
-    id = hashlib.sha256(str(folder.resolve()).encode()).hexdigest()[:12]
-    name = folder.resolve().parent.name
-    return wandb.init(project="kimi-eagle3", name=name, id=id, resume="allow", dir=str(folder), config=facts)
+        raise UserError(f"train.track: {package} is not installed ({error}); pip install {package}") from None
 
 
 def other_runs(folders: tuple[str, ...], stage: str) -> dict[str, list[dict]]:

@@ -1,6 +1,6 @@
-"""One run on several ranks: this process's rank, DDP or FSDP2 around the unrolled step, unsharded tensors for files.
+"""Training on several ranks with DDP or FSDP2, and the stop signal that all of them obey together.
 
-DDP keeps everything on every rank. FSDP2 shards the trained float32 weights, their gradients and the optimizer's
+DDP keeps all tensors on every rank. FSDP2 shards the trained float32 weights, their gradients and the optimizer's
 state; every step reads the frozen embedding and the target's head, so each rank keeps them unsharded.
 """
 
@@ -41,11 +41,11 @@ class Ranks:
         return values.cpu()
 
     def share(self, items: list) -> list:
-        """Every world-th entry of a list, starting at this rank. `collect` undoes it."""
+        """This rank's entries of a list: every world-th, starting at its number. `collect` joins them again."""
         return items[self.rank :: self.world]
 
     def collect(self, results: list) -> list:
-        """The results of all ranks for their shares, in the order of the shared list (small Python objects)."""
+        """The results of all ranks for their entries, in the order of the whole list (small Python objects)."""
         if self.world == 1:
             return results
         by_rank: list = [None] * self.world
@@ -54,7 +54,7 @@ class Ranks:
 
 
 def start_ranks(device: str) -> Ranks:
-    """Join torchrun's process group if there is one; nccl on GPUs, gloo on CPUs."""
+    """Join the process group when torchrun started this process; nccl on GPUs, gloo on CPUs."""
     device = ("cuda" if torch.cuda.is_available() else "cpu") if device == "auto" else device
     if "RANK" not in os.environ:
         return Ranks(0, 1, device)
@@ -88,43 +88,31 @@ def is_sharded(module: nn.Module) -> bool:
     return hasattr(module, "set_requires_gradient_sync")
 
 
-@contextmanager
-def gradient_sync(module: nn.Module, last: bool):
-    """Around forward and backward of each pack of a step: ranks exchange gradients at the last pack only."""
-    if last or (not isinstance(module, nn.parallel.DistributedDataParallel) and not is_sharded(module)):
-        yield
+def set_gradient_sync(module: nn.Module, on: bool) -> None:
+    """Whether ranks exchange gradients in the next backward: a step needs it at its last pack only."""
+    if isinstance(module, nn.parallel.DistributedDataParallel):
+        module.require_backward_grad_sync = on
     elif is_sharded(module):
-        module.set_requires_gradient_sync(False)
-        try:
-            yield
-        finally:
-            module.set_requires_gradient_sync(True)
-    else:
-        with module.no_sync():
-            yield
+        module.set_requires_gradient_sync(on)
 
 
 @contextmanager
 def unsharded(module: nn.Module):
-    """Around forwards without backward, of which ranks may have different numbers: weights are gathered once."""
-    if not is_sharded(module):
-        yield
-        return
-    module.unshard()
-    try:
-        yield
-    finally:
+    """Gather the weights once for all forwards inside, of which ranks may have different numbers."""
+    if is_sharded(module):
+        module.unshard()
+    yield
+    if is_sharded(module):
         module.reshard()
 
 
 def full_tensor(tensor: Tensor) -> Tensor:
-    """A sharded tensor gathered from all ranks, every one of which must call this; any other tensor as it is."""
+    """A sharded tensor gathered from all ranks, which must all call this; an unsharded tensor is returned unchanged."""
     return tensor.full_tensor() if hasattr(tensor, "full_tensor") else tensor
 
 
 def shard_like(tensor: Tensor, parameter: Tensor) -> Tensor:
-    """Convert a full tensor to `parameter`'s device, dtype and sharding. All ranks hold the same full tensor, so no
-    communication is needed."""
+    """A full tensor, the same on all ranks, with `parameter`'s device, dtype and sharding."""
     tensor = tensor.to(parameter.device, parameter.dtype)
     if not hasattr(parameter, "full_tensor"):
         return tensor
@@ -147,6 +135,4 @@ class StopSignal:
 
     def asked(self) -> bool:
         """Whether any rank received the signal; the same answer on every rank."""
-        if self.ranks.world == 1:
-            return self.asked_here
-        return bool(self.ranks.sum(torch.tensor([int(self.asked_here)])))
+        return bool(self.ranks.sum(torch.tensor(int(self.asked_here))))

@@ -1,4 +1,4 @@
-"""What trains: the draft, the step that unrolls it, the optimizer, and how far they have come."""
+"""The state of a training run: the draft, the step that unrolls it, the optimizer, counters; and its checkpoints."""
 
 from pathlib import Path
 
@@ -18,7 +18,7 @@ from common.training.inputs import Inputs
 from common.training.optimizer import DTYPES, make_optimizer
 from common.training.ranks import Ranks, is_sharded, wrap_for_ranks
 
-STATE = ("step", "tokens", "seconds", "best_step", "best_length", "baselines")  # of a checkpoint, beside tensors
+STATE = ("step", "tokens", "seconds", "best_step", "best_length", "baselines")  # fields stored in a checkpoint
 
 
 class Trainer:
@@ -41,20 +41,13 @@ class Trainer:
         self.baselines: dict = {}
 
     def _build(self) -> None:
-        """The draft before any training and the step that unrolls it, unsharded on this rank."""
+        """Build the untrained draft and the step that unrolls it, unsharded on this rank."""
         inputs, s, device = self.inputs, self.settings, self.ranks.device
         self.draft = inputs.new_draft(s.seed).to(device)
-        kept = inputs.draft_to_target()
-        self.unrolled = UnrolledStep(
-            self.draft,
-            inputs.target["norm"].to(device),
-            inputs.eps,
-            inputs.target["lm_head"].to(device),
-            None if kept is None else kept.to(device),
-            s.unrolled_steps,
-            s.step_weight,
-            DTYPES[s.precision],
-        )
+        norm, head = (inputs.target[name].to(device) for name in ("norm", "lm_head"))
+        kept = None if len(inputs.kept) == len(inputs.t2d) else inputs.kept.to(device)
+        steps = (s.unrolled_steps, s.step_weight)
+        self.unrolled = UnrolledStep(self.draft, norm, inputs.eps, head, kept, *steps, DTYPES[s.precision])
 
     def facts(self) -> list[tuple[str, str]]:
         """Derived numbers, to be printed before the first step."""
@@ -70,17 +63,14 @@ class Trainer:
             ("vocabulary", f"{c.draft_vocab_size:,} of {c.vocab_size:,}, {inputs.coverage:.2%} of the target's tokens"),
             ("start", f"the draft in {s.warm_start}" if inputs.published else "fresh weights"),
             ("steps", f"{inputs.total_steps} of {s.packs_per_step} packs, {inputs.steps_an_epoch} an epoch"),
-            (
-                "unrolled",
-                f"{s.unrolled_steps} draft steps in training, weights {weights}; {s.eval_steps} in evaluation",
-            ),
+            ("unrolled", f"{s.unrolled_steps} steps in training, weights {weights}; {s.eval_steps} in evaluation"),
             ("optimizer", f"{s.optimizer}, learning rate {s.learning_rate:g}"),
             ("ranks", f"{self.ranks.world} on {self.ranks.device}{kind}, {s.precision}"),
             ("held out", f"{inputs.counts['held_out']} samples"),
-        ] + (inputs.follower.window.lines() if inputs.follower else [])
+        ] + (inputs.follower.budget.lines() if inputs.follower else [])
 
     def measure(self, alone: bool = False) -> tuple[dict, list]:
-        """Held-out acceptance of the draft as it is now: (facts of an `eval` metrics line, the replies of each pack).
+        """Held-out acceptance of the current weights: (facts of an `eval` metrics line, the replies of each pack).
 
         `alone`: this rank evaluates all packs, since the others have ended.
         """
@@ -88,7 +78,7 @@ class Trainer:
         return evaluate(self.unrolled, self.inputs.held_out, ranks, self.settings.eval_steps)
 
     def measure_baselines(self) -> None:
-        """Once a run: acceptance of the untrained draft, and of a bigram table of the same training tokens."""
+        """Once per run: acceptance of the untrained draft and of a bigram table of the same training tokens."""
         inputs = self.inputs
         if inputs.held_out.schedule and not self.baselines:
             floor = bigram_floor(inputs.packs, inputs.held_out, inputs.config.vocab_size, self.settings.eval_steps)
@@ -118,7 +108,7 @@ class Trainer:
     # ---- checkpoints ----
 
     def resume(self) -> Path | None:
-        """Load the newest complete checkpoint, if there is one, and return its path."""
+        """Load the newest complete checkpoint and return its path; None where the run has no checkpoint yet."""
         newest = (checkpoints(self.folder) or [None])[-1]
         if newest:
             state = load_checkpoint(newest, self.draft, self.optimizer)
@@ -128,7 +118,7 @@ class Trainer:
         return newest
 
     def checkpoint_due(self) -> bool:
-        """After each evaluation, and at the end of a round of shards, which can be deleted then."""
+        """Whether this step needs a checkpoint: after an evaluation, and at the end of a round of a disk budget."""
         follower = self.inputs.follower
         return self.step % self.eval_every == 0 or bool(follower and self.step in follower.order.ends)
 
@@ -144,15 +134,14 @@ class Trainer:
     def load_best(self) -> int:
         """Load the weights with the best held-out acceptance, unsharded on this rank; returns their step."""
         best = self._path(self.best_step)
-        path = best if self.best_step and best.is_dir() else self._path(self.step)
         if is_sharded(self.unrolled):
             # Free the sharded model before building the full one.
             self.optimizer = self.module = self.unrolled = self.draft = self.trained = None
             self._build()
-        return self.load(path)
+        return self.load(best if self.best_step and best.is_dir() else self._path(self.step))
 
     def load(self, path: Path) -> int:
-        """Load the weights of a checkpoint, nothing else; returns its step."""
+        """Load only the weights of a checkpoint; returns its step."""
         return load_checkpoint(path, self.draft, None)["step"]
 
     def _path(self, step: int) -> Path:

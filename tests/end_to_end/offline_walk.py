@@ -4,7 +4,7 @@ import torch
 from safetensors.torch import load_file
 
 from common.dataset.draft_vocabulary import kept_tokens
-from common.dataset.index import Index
+from common.dataset.index import HELD_OUT, Index
 from common.dataset.packs import Packs
 from common.draft.network import Draft
 from common.draft.unrolled_step import UnrolledStep
@@ -29,7 +29,8 @@ def reply_walks(run: Run, k: int) -> dict[str, list[int]]:
     step = UnrolledStep(draft, target["norm"], facts["eps"], target["lm_head"], kept, steps=k)
     pack_tokens = run.manifest("03_dataset").settings["dataset"]["sample_tokens"]
     packs = Packs(run.folder / "02_hidden", Index.load(dataset / "index.safetensors"), pack_tokens)
-    held_out = HeldOut.of(packs, facts["protocol"]["think_open"], facts["protocol"]["think_close"])
+    markers = facts["protocol"]["think_open"], facts["protocol"]["think_close"]
+    held_out = HeldOut(packs, packs.pack_split(HELD_OUT, None), *markers)
     walks = {}
     for rows in held_out.schedule:
         pack = packs.load(rows)

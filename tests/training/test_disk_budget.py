@@ -231,13 +231,13 @@ def test_what_does_not_fit_is_refused(place, tmp_path):
     assert "training resumes from step 0, which needs round 0" in place.refused("04", "--follow")
     assert "--packs-per-step 999" in place.refused("04", "--follow", "--packs-per-step", 999)
     place.done("02", "--window", "1MB", "--n", 10, "--fresh")
-    assert "is not the plan that 03 read" in place.refused("04", "--follow")
+    assert "is not the schedule that 03 read" in place.refused("04", "--follow")
 
 
 def test_follow_without_a_window_is_refused(place):
     place.done("02")
     place.done("03")
-    assert "has no plan of a window" in place.refused("04", "--follow")
+    assert "has no schedule of a disk budget" in place.refused("04", "--follow")
     assert find_disk_budget(place.hidden) is None
 
 
