@@ -56,8 +56,7 @@ def draft_counts(page: str, model: str = "") -> DraftCounts | None:
     positions: Counter[int] = Counter()
     for sample in (s for family in text_string_to_metric_families(page) for s in family.samples):
         counter = sample.name.removeprefix(PREFIX).removesuffix("_total")  # clients of Prometheus differ in the suffix
-        other_model = model and sample.labels.get("model_name", model) != model
-        if other_model or not sample.name.startswith(PREFIX):
+        if not sample.name.startswith(PREFIX) or (model and sample.labels.get("model_name", model) != model):
             continue
         if counter == "accepted_tokens_per_pos":
             positions[int(sample.labels.get("position", ""))] += int(sample.value)
@@ -65,5 +64,5 @@ def draft_counts(page: str, model: str = "") -> DraftCounts | None:
             sums[counter] += int(sample.value)
     if "drafts" not in sums:
         return None
-    per_position = tuple(positions[at] for at in sorted(positions))
-    return DraftCounts(sums["drafts"], sums["draft_tokens"], sums["accepted_tokens"], per_position)
+    each = tuple(positions[at] for at in sorted(positions))
+    return DraftCounts(sums["drafts"], sums["draft_tokens"], sums["accepted_tokens"], each)

@@ -77,10 +77,8 @@ class Endpoint:
 
     def find_version(self) -> None:
         """Set `version` to the server's name and version, for the records; "unknown" where it has no version page."""
-        for name, page in VERSION_PAGES.items():
-            if version := _read_key(self.root + page, str, "version"):
-                self.version = f"{name} {version}"
-                return
+        found = ((name, _read_key(self.root + page, str, "version")) for name, page in VERSION_PAGES.items())
+        self.version = next((f"{name} {version}" for name, version in found if version), "unknown")
 
     def connector_config(self) -> dict:
         """The settings of its KV connector, which a vLLM server in development mode shows; empty for any other.
@@ -147,15 +145,8 @@ def chat_body(target: Target, model: str, messages: list[dict], sampling, max_to
 
     `sampling`: thinking, thinking_budget, temperature and top_p, under the names that `Generate` has.
     """
-    body = {
-        "model": model,
-        "messages": [on_the_wire(message) for message in messages],
-        "temperature": sampling.temperature,
-        "top_p": sampling.top_p,
-        "max_tokens": max_tokens,
-        "seed": seed,
-        "return_token_ids": True,
-    }
+    body = {"model": model, "messages": [on_the_wire(message) for message in messages], "return_token_ids": True}
+    body |= {"temperature": sampling.temperature, "top_p": sampling.top_p, "max_tokens": max_tokens, "seed": seed}
     if arguments := template_arguments(target, sampling.thinking):
         body["chat_template_kwargs"] = arguments
         if sampling.thinking and sampling.thinking_budget:

@@ -141,6 +141,8 @@ def measure(settings: Serving, target: Target, generate: Generate, questions: li
         raise UserError(f"{server.root} made no draft for these {len(questions)} questions")
     if counted.drafts + counted.accepted > asked["tokens"] * (1 + FOREIGN_SHARE) + counted.k * len(questions):
         say("  WARNING   more tokens were drafted than these questions took: the figures include another client's")
+    cut = {str(k): round(length, 5) for k, length in enumerate(counted.lengths(), 1)}
+    lengths = {"k": counted.k, "length": round(1 + counted.accepted / counted.drafts, 5), "length_cut_at": cut}
     facts = {
         "format": 1,
         "server": server.version,
@@ -149,13 +151,7 @@ def measure(settings: Serving, target: Target, generate: Generate, questions: li
         "temperature": settings.eval_temperature,
         "max_tokens": settings.eval_max_tokens,
         "concurrency": settings.eval_concurrency,
-        "with_draft": asked
-        | asdict(counted)
-        | {
-            "k": counted.k,
-            "length": round(1 + counted.accepted / counted.drafts, 5),
-            "length_cut_at": {str(k): round(length, 5) for k, length in enumerate(counted.lengths(), 1)},
-        },
+        "with_draft": asked | asdict(counted) | lengths,
         "without_draft": None,
         "identical": None,
     }
@@ -173,16 +169,15 @@ def summary(facts: dict) -> list[tuple[str, str]]:
     drafted, plain, same = facts["with_draft"], facts["without_draft"], facts["identical"]
     share = drafted["accepted"] / max(drafted["proposed"], 1)
     by_position = "  ".join(f"{n / drafted['drafts']:.1%}" for n in drafted["accepted_per_position"])
+    speed = "{tokens_s:,.1f} tokens/s, {tokens:,} tokens in {seconds:.1f} s"
     rows = [
         (f"acceptance length, k={drafted['k']}", f"{drafted['length']:.3f} over {drafted['drafts']:,} drafts"),
         ("accepted draft tokens", f"{share:.1%}; by position {by_position}"),
         ("cut at k = 1..", "  ".join(f"{k}: {length:.3f}" for k, length in drafted["length_cut_at"].items())),
+        ("with the draft", speed.format(**drafted)),
     ]
-    for name, of in (("with the draft", drafted), ("without the draft", plain)):
-        if of:
-            speed = f"{of['tokens_s']:,.1f} tokens/s, {of['tokens']:,} tokens in {of['seconds']:.1f} s"
-            rows.append((name, speed))
-    rows += [("speed-up", f"{facts['speed_up']:.2f}")] if plain else []
+    if plain:
+        rows += [("without the draft", speed.format(**plain)), ("speed-up", f"{facts['speed_up']:.2f}")]
     if same:
         rows.append(("greedy replies", f"{same['equal']} of {same['of']} the same with and without the draft"))
         if same["equal"] < same["of"]:
