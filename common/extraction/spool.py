@@ -1,11 +1,11 @@
 """The folder where extraction servers write states, and from which stage 02 reads and deletes them.
 
 The server answers a request with a path *before* it has written the file, and holds an exclusive flock on PATH.lock
-while it writes. Whoever gets the lock shared finds the whole file. A crash can leave a held or a free lock without one.
+while it writes. Once the lock can be taken shared, the file is whole; only a server that crashed leaves none.
 
-The server puts the name that we give a request into its file's name. So after a deadline or a lost connection, a file
-that arrives late is still found and deleted. Each run holds a flock on `.RUN.alive`: files of a run whose flock is free
-are deleted by the next run.
+The server puts the name that we give a request into its file's name. So a file that arrives after a deadline or a lost
+connection can still be deleted. Each run holds a flock on `.RUN.alive`; files of a run whose flock is free are deleted
+by the next run.
 """
 
 import fcntl
@@ -23,9 +23,9 @@ from common.extraction.extractor import ExtractError
 
 PREFIX = "kimi-eagle3-"
 RUN = re.compile(PREFIX + "[0-9a-f]{8}")
-POLL_S = (0.002, 0.016)  # first and longest pause between two looks at a lock and its file; a look takes 20 us
-FILE_GRACE_S = 2.0  # how much later than its free lock a file may appear in a slow shared folder
-TEMPORARY_S = 60.0  # safetensors writes `.tmpXXXXXX` and renames it; one not written to for this long is abandoned
+POLL_S = (0.002, 0.016)  # first and longest pause between two checks of a lock and its file; a check takes 20 us
+FILE_GRACE_S = 2.0  # in a slow shared folder, a file may appear this much later than its lock is free
+TEMPORARY_S = 60.0  # safetensors writes `.tmpXXXXXX` and renames it; after this time without a write it is abandoned
 
 
 class Spool:
@@ -48,38 +48,35 @@ class Spool:
         return f"{self.run}-{next(self.numbers)}-"
 
     def wait(self, path: Path, deadline: float) -> BinaryIO:
-        """The lock file of `path`, held shared, once the file is written; raises ExtractError when it will not be."""
+        """The lock file of `path`, held shared, once the file is written; raises ExtractError at the deadline, or when
+        the lock is free without a file."""
         lock, pause, free_since = path.with_name(path.name + ".lock"), POLL_S[0], None
-        while True:
-            file = _take_shared(lock)
-            if file and path.exists():
-                return file
+        while not ((file := _take_shared(lock)) and path.exists()):
+            now = time.monotonic()
+            free_since = (free_since or now) if file else None
             if file:
                 file.close()
-                free_since = free_since or time.monotonic()
-                if time.monotonic() - free_since > FILE_GRACE_S:
+                if now - free_since > FILE_GRACE_S:
                     raise ExtractError(f"{lock.name} is free but its file is missing: the server died while writing")
-            else:
-                free_since = None
-            if time.monotonic() > deadline:
+            if now > deadline:
                 state = "is still held" if lock.exists() else "never appeared"
                 raise ExtractError(f"{lock.name} {state} at the deadline")
             if self.stopped.wait(pause):
                 raise ExtractError("the run was stopped")
             pause = min(2 * pause, POLL_S[1])
+        return file
 
     def clean(self, request: str, path: Path | None, abandoned: bool) -> None:
-        """Delete what a request left. `abandoned`: more of it may still arrive, so look again later."""
-        if path:
-            path.unlink(missing_ok=True)
-            path.with_name(path.name + ".lock").unlink(missing_ok=True)
+        """Delete a request's files. `abandoned`: a file may still arrive, so later calls look for it again."""
+        for file in (path, path.with_name(path.name + ".lock")) if path else ():
+            file.unlink(missing_ok=True)
         if abandoned:
             self.abandoned.add(request)
         if self.abandoned:
             self._delete(lambda name: any(late in name for late in list(self.abandoned)))
 
     def sweep(self) -> None:
-        """Delete the files that runs and servers left when they died."""
+        """Delete the files that dead runs and servers left."""
         is_alive = functools.cache(self._is_alive)
 
         def dead(name: str) -> bool:
@@ -113,13 +110,11 @@ class Spool:
 
 def _take_shared(lock: Path) -> BinaryIO | None:
     """The open lock file, or None while it is held or missing."""
-    try:
+    with suppress(FileNotFoundError):
         file = open(lock, "rb")  # noqa: SIM115 - handed to the caller
-    except FileNotFoundError:
-        return None
-    try:
-        fcntl.flock(file, fcntl.LOCK_SH | fcntl.LOCK_NB)
-    except BlockingIOError:
-        file.close()
-        return None
-    return file
+        try:
+            fcntl.flock(file, fcntl.LOCK_SH | fcntl.LOCK_NB)
+            return file
+        except BlockingIOError:
+            file.close()
+    return None

@@ -1,8 +1,8 @@
 """The vLLM extractor: a client of servers that run vLLM's `extract_hidden_states` method with its connector.
 
-The reply to a sample's exact ids names a file that the server is about to write: `hidden_states` bf16 [T, A+1, H] and
-`token_ids` [T]. The extractor waits for the file, checks it and deletes it (common/extraction/spool.py). vLLM is not
-imported here; the servers and this client share a folder (`extract.spool`).
+The reply to a sample's exact ids names a file that the server is about to write into the folder that both share
+(`extract.spool`): `hidden_states` bf16 [T, A+1, H] and `token_ids` [T]. The extractor waits for the file, checks it and
+deletes it (common/extraction/spool.py). vLLM itself is not imported.
 """
 
 import json
@@ -10,9 +10,9 @@ import shutil
 import threading
 import time
 from collections.abc import Iterable, Iterator
-from concurrent.futures import FIRST_COMPLETED, Future, ThreadPoolExecutor, wait
+from concurrent.futures import FIRST_COMPLETED, ThreadPoolExecutor, wait
 from contextlib import ExitStack
-from itertools import islice
+from itertools import count, islice
 from pathlib import Path
 
 import openai
@@ -26,15 +26,15 @@ from common.extraction.spool import Spool
 from common.pipeline.console import gb, say
 from common.pipeline.errors import UserError
 from common.pipeline.settings import Extract, Target
-from common.servers.endpoints import Endpoint, api_key, api_roots, least_loaded, status_line
-from common.servers.retries import RetryPolicy, is_retried, retry_after_s
+from common.servers.endpoints import Endpoint, api_roots, error_line, least_loaded
+from common.servers.retries import RetryPolicy, refusal
 from common.target.sizes import TargetSizes, weights_name
 
 PROBE_TOKENS = 16
 SAMPLE_TIMEOUT_S = 600.0  # deadline of one sample, its file included
 RETRIES = 3  # of a failed sample
-MAX_CONSECUTIVE_FAILURES = 32  # samples; the run stops then
-RETRY_SERVER_AFTER_S = 10.0  # while others answer, a server that failed gets no request for this long
+MAX_CONSECUTIVE_FAILURES = 32  # the run stops after this many failed samples in a row
+RETRY_SERVER_AFTER_S = 10.0  # a server that failed gets no request for this long while others answer
 START_ADVICE = "start it with what --print-server-command prints"
 
 
@@ -50,20 +50,17 @@ class VllmExtractor:
     def __enter__(self) -> "VllmExtractor":
         self.servers = [Endpoint(url) for url in api_roots(self.settings.extract_urls, "extract.extract_urls")]
         unnamed = [server.url for server in self.servers if not self._check_server(server)]
-        self.description = f"vLLM at {', '.join(server.url for server in self.servers)}, "
-        self.description += f"{self.settings.extract_concurrency} requests in flight"
+        urls = ", ".join(server.url for server in self.servers)
+        self.description = f"vLLM at {urls}, {self.settings.extract_concurrency} requests in flight"
         if unnamed:
-            self.description += (
-                f"; {', '.join(unnamed)} does not say which layers it extracts (with VLLM_SERVER_DEV_MODE=1 it does)"
-            )
+            hint = "does not say which layers it extracts (with VLLM_SERVER_DEV_MODE=1 it does)"
+            self.description += f"; {', '.join(unnamed)} {hint}"
         with ExitStack() as stack:
             self.spool = Spool(Path(self.settings.spool))
             stack.callback(self.spool.close)
             self._check_spool()
-            # See common/servers/retries.py for why the client must not retry.
-            options = {"api_key": api_key(), "max_retries": 0, "timeout": SAMPLE_TIMEOUT_S}
             for server in self.servers:
-                server.client = stack.enter_context(openai.OpenAI(base_url=server.url, **options))
+                stack.enter_context(server.open_client(openai.OpenAI, SAMPLE_TIMEOUT_S))
             self.pool = ThreadPoolExecutor(self.settings.extract_concurrency)
             stack.callback(self.pool.shutdown, wait=False, cancel_futures=True)
             stack.callback(self.spool.stopped.set)  # called first: no thread may wait for a server that hangs
@@ -78,8 +75,7 @@ class VllmExtractor:
     def _check_server(self, server: Endpoint) -> bool:
         """Find the served model; raises UserError for a server that was started for another config.
 
-        Returns whether the server shows which layers it extracts: otherwise only count and width of the states can be
-        checked.
+        Returns whether the server shows which layers it extracts: if not, only the states' shape can be checked.
         """
         model = server.find_model("", START_ADVICE)
         served = [str(model[key]) for key in ("id", "root") if model.get(key)]
@@ -89,23 +85,20 @@ class VllmExtractor:
                 f"{self.target.model}: states of another model make a useless draft"
             )
         longest, limit = model.get("max_model_len"), self.settings.max_tokens_per_sample
+        config, wanted = server.connector_config(), self.settings.spool
+        layers, spool = config.get("layer_ids", self.layers), str(config.get("shared_storage_path", wanted))
         if type(longest) is int and longest <= limit:
-            raise UserError(
-                f"{server.url} takes {longest} tokens; extract.max_tokens_per_sample {limit} needs one more: restart "
-                "the server with a larger --max-model-len, or lower the setting"
-            )
-        config = server.connector_config()
-        layers, spool = config.get("layer_ids", self.layers), config.get("shared_storage_path", self.settings.spool)
+            fix = "restart the server with a larger --max-model-len, or lower the setting"
+            setting = f"extract.max_tokens_per_sample {limit}"
+            raise UserError(f"{server.url} takes {longest} tokens; {setting} needs one more: {fix}")
         if layers != self.layers:
             raise UserError(f"{server.url} extracts layers {layers}, this config needs {self.layers}; re{START_ADVICE}")
-        if Path(str(spool)).resolve() != Path(self.settings.spool).resolve():
-            raise UserError(
-                f"{server.url} writes to {spool}, extract.spool is {self.settings.spool}; set --spool {spool}"
-            )
+        if Path(spool).resolve() != Path(wanted).resolve():
+            raise UserError(f"{server.url} writes to {spool}, extract.spool is {wanted}; set --spool {spool}")
         return "layer_ids" in config
 
     def _check_spool(self) -> None:
-        """Warn where the spool cannot hold the files of all requests in flight: a server would fail, or die."""
+        """Warn where the spool cannot hold the files of all requests in flight: a server would fail or crash."""
         tokens, samples = self.settings.max_tokens_per_sample, self.settings.extract_concurrency
         needed = samples * tokens * len(self.layers) * self.sizes.hidden_size * torch.bfloat16.itemsize
         size = shutil.disk_usage(self.spool.folder).total
@@ -117,7 +110,7 @@ class VllmExtractor:
             )
 
     def probe(self, stream: Stream) -> None:
-        """One short request to each server; raises UserError where its states are not this config's."""
+        """One short request to each server; raises UserError where its states do not fit this config."""
         short = Stream(stream.id, stream.ids[:PROBE_TOKENS], stream.mask[:PROBE_TOKENS])
         for server in self.servers:
             try:
@@ -135,8 +128,7 @@ class VllmExtractor:
                 running[self.pool.submit(self._fetch, stream)] = stream
             if not running:
                 return
-            done: set[Future] = wait(running, return_when=FIRST_COMPLETED).done
-            for future in done:
+            for future in wait(running, return_when=FIRST_COMPLETED).done:
                 stream, result = running.pop(future), future.result()
                 if isinstance(result, ExtractError):
                     self.policy.failed(str(result))
@@ -145,8 +137,7 @@ class VllmExtractor:
                 yield stream, result
 
     def _fetch(self, stream: Stream) -> States | ExtractError:
-        tries = 0
-        while True:
+        for tries in count(1):
             with self.lock:
                 server = least_loaded(self.servers)
                 server.in_flight += 1
@@ -157,25 +148,24 @@ class VllmExtractor:
             finally:
                 with self.lock:
                     server.in_flight -= 1
-            tries += 1
-            pause_s = self.policy.pause_s(tries, problem.wait_s, SAMPLE_TIMEOUT_S) if problem.retry else None
-            if problem.retry:
-                server.avoid_until = time.monotonic() + RETRY_SERVER_AFTER_S
+            if not problem.retry:
+                return problem
+            server.avoid_until = time.monotonic() + RETRY_SERVER_AFTER_S
+            pause_s = self.policy.pause_s(tries, problem.wait_s, SAMPLE_TIMEOUT_S)
             if pause_s is None or self.spool.stopped.wait(pause_s):
                 return problem
 
     def _try(self, stream: Stream, server: Endpoint) -> States:
-        """One request and its file; raises ExtractError. In every case the spool is cleaned of both."""
+        """The states that one request returns; raises ExtractError. Its file is deleted in every case."""
         deadline = time.monotonic() + SAMPLE_TIMEOUT_S
-        request, path, sound = self.spool.new_request(), None, False
+        request, path, states = self.spool.new_request(), None, None
         try:
             path = self._ask(stream, server, request)
             with self.spool.wait(path, deadline):
                 states = self._read(path, stream)
-            sound = True
             return states
         finally:
-            self.spool.clean(request, path, abandoned=not sound)
+            self.spool.clean(request, path, abandoned=states is None)
 
     def _ask(self, stream: Stream, server: Endpoint, request: str) -> Path:
         try:
@@ -188,14 +178,11 @@ class VllmExtractor:
             )
             path = Path(json.loads(raw.text)["kv_transfer_params"]["hidden_states_path"]).resolve()
         except openai.APIStatusError as error:
-            message, wait_s = status_line(error.status_code, error.response.text), retry_after_s(error.response.headers)
-            raise ExtractError(message, is_retried(error.status_code), wait_s) from None
+            raise ExtractError(*refusal(error.response)) from None
         except (KeyError, TypeError):
             raise ExtractError(f"the server sent no hidden_states_path; {START_ADVICE}") from None
-        except (openai.OpenAIError, ValueError) as error:
-            raise ExtractError(f"{type(error).__name__}: {error}") from None
-        except RuntimeError as error:  # __exit__ has closed the client meanwhile
-            raise ExtractError(f"the run was stopped: {error}") from None
+        except (openai.OpenAIError, ValueError, RuntimeError) as error:  # RuntimeError: __exit__ has closed the client
+            raise ExtractError(error_line(error)) from None
         if path.parent != self.spool.folder:
             raise ExtractError(
                 f"the server writes to {path.parent}, extract.spool is {self.spool.folder}: both must be one folder",

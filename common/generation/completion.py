@@ -1,7 +1,7 @@
 """The answer in the raw body of a chat completion, wherever the server put the reasoning.
 
-The openai client's typed objects hide fields that they do not know: that is how `reasoning` was once lost. So nothing
-here looks at them.
+The body is parsed as plain JSON: the openai client's typed objects hide fields that they do not know, and `reasoning`
+was once lost in them.
 """
 
 import json
@@ -15,7 +15,7 @@ FINISHED = ("stop", "length", "tool_calls", "function_call", "content_filter")
 
 
 def read_reply(text: str, protocol: Protocol, prompt_ids: list[int], server: str = "") -> Answer:
-    """The answer in a chat completion's raw body; raises EngineError for a body that is none.
+    """The answer in a chat completion's raw body; raises EngineError for any other body.
 
     A closing marker in the content is the target's own where the prompt leaves the reasoning open, or where the content
     begins with an opening marker. Then the content is split there.
@@ -26,7 +26,6 @@ def read_reply(text: str, protocol: Protocol, prompt_ids: list[int], server: str
         message = choice["message"]
         finish_reason = choice["finish_reason"]
         content = message.get("content")
-        fields = field_kinds(message)
     except (ValueError, KeyError, IndexError, TypeError, AttributeError):
         raise EngineError(f"no chat completion but {excerpt(text)}", retry=True) from None
     if finish_reason not in FINISHED:  # "abort", "error" or nothing: the server gave up on this request
@@ -52,7 +51,7 @@ def read_reply(text: str, protocol: Protocol, prompt_ids: list[int], server: str
         reasoning=reasoning,
         content=content,
         reasoning_field=field,
-        fields=fields,
+        fields=field_kinds(message),
         usage=usage if isinstance(usage, dict) else None,
         server=server,
     )
@@ -66,11 +65,8 @@ def field_kinds(value: dict) -> dict[str, str]:
 def _kind(value) -> str:
     if value is None:
         return "null"
-    if isinstance(value, str):
-        return "text" if value else "empty text"
-    if isinstance(value, list | dict):
-        return type(value).__name__ if value else f"empty {type(value).__name__}"
-    return type(value).__name__
+    name = "text" if isinstance(value, str) else type(value).__name__
+    return f"empty {name}" if value in ("", [], {}) else name
 
 
 def _ids(value) -> list[int] | None:

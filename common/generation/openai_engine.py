@@ -5,28 +5,18 @@ A server that refuses connections gets no requests until it answers again; the o
 
 import asyncio
 import math
+from contextlib import suppress
 
 from common.generation.completion import read_reply
 from common.generation.engine import Answer, EngineError, Request, Sampling
 from common.pipeline.settings import Generate
-from common.servers.endpoints import (
-    Endpoint,
-    ServerError,
-    api_key,
-    api_roots,
-    chat_body,
-    client_arguments,
-    fetch,
-    least_loaded,
-    read_models,
-    status_line,
-)
-from common.servers.retries import is_retried, retry_after_s
+from common.servers.endpoints import Endpoint, ServerError, api_roots, chat_body, client_arguments, least_loaded
+from common.servers.retries import refusal
 from common.target.protocol import Protocol
 
 CONNECT_TIMEOUT_S = 10.0
-POLL_S = 1.0  # between two looks at a server that is down
-# Compared by class name, so that we do not depend on the HTTP library inside the openai client.
+POLL_S = 1.0  # between two attempts to reach a server that is down
+# Causes of errors, compared by class name so that we do not depend on the HTTP library inside the openai client.
 NEVER_ARRIVED = ("ConnectError", "ConnectTimeout")
 
 
@@ -46,12 +36,10 @@ class OpenAIServers:
         self.servers = [Endpoint(url) for url in api_roots(self.settings.base_urls, "generate.base_urls")]
         for server in self.servers:  # before any client is opened, so that a failure leaves none open
             await asyncio.to_thread(server.find_model, self.model, "start it or set --base-urls")
-            self.model = server.model  # which all the others must serve, too
+            self.model = server.model  # which all the other servers must serve, too
             await asyncio.to_thread(server.find_version)
-        # The generation loop counts deadlines and retries: see common/servers/retries.py.
-        timeout = Timeout(None, connect=CONNECT_TIMEOUT_S)
-        for server in self.servers:
-            server.client = AsyncOpenAI(base_url=server.url, api_key=api_key(), max_retries=0, timeout=timeout)
+        for server in self.servers:  # without a deadline: the generation loop has one for each request
+            server.open_client(AsyncOpenAI, Timeout(None, connect=CONNECT_TIMEOUT_S))
         self.version = ", ".join(sorted({server.version for server in self.servers}))
         self.reachable.set()
         return self
@@ -64,8 +52,8 @@ class OpenAIServers:
 
     def body(self, request: Request, sampling: Sampling) -> dict:
         """The JSON body of a chat request."""
-        messages, max_tokens = request.messages, request.max_tokens
-        return chat_body(self.protocol.target, self.model, messages, sampling, max_tokens, request.seed)
+        target, max_tokens = self.protocol.target, request.max_tokens
+        return chat_body(target, self.model, request.messages, sampling, max_tokens, request.seed)
 
     async def answer(self, request: Request, sampling: Sampling) -> Answer:
         """One chat completion; raises EngineError, which tells whether another try is worth it."""
@@ -78,9 +66,7 @@ class OpenAIServers:
             raw = await server.client.chat.completions.with_raw_response.create(**arguments)
             return read_reply(raw.text, self.protocol, request.prompt_ids, server.version)
         except openai.APIStatusError as error:
-            response = error.response
-            message = status_line(error.status_code, response.text or str(error))
-            raise EngineError(message, is_retried(error.status_code), retry_after_s(response.headers)) from None
+            raise EngineError(*refusal(error.response)) from None
         except openai.OpenAIError as error:
             lost = type(error.__cause__).__name__ in NEVER_ARRIVED
             if lost:
@@ -103,17 +89,12 @@ class OpenAIServers:
     async def _poll(self, server: Endpoint) -> None:
         while server.avoid_until:
             await asyncio.sleep(POLL_S)
-            try:
-                read_models(await asyncio.to_thread(fetch, f"{server.url}/models"))
-            except ServerError:
-                continue
-            server.avoid_until = 0.0
+            with suppress(ServerError):
+                await asyncio.to_thread(server.models)
+                server.avoid_until = 0.0
         self.reachable.set()
 
     async def wait_until_back(self, patience_s: float) -> bool:
-        try:
-            async with asyncio.timeout(patience_s):
-                await self.reachable.wait()
-        except TimeoutError:
-            return False
-        return True
+        with suppress(TimeoutError):
+            await asyncio.wait_for(self.reachable.wait(), patience_s)
+        return self.reachable.is_set()

@@ -25,43 +25,38 @@ class DraftCounts:
     drafts: int = 0
     proposed: int = 0
     accepted: int = 0
-    per_position: tuple[int, ...] = ()
+    accepted_per_position: tuple[int, ...] = ()
 
     @property
     def k(self) -> int:
         """Draft tokens per draft: the server has a counter for each position from its start."""
-        return len(self.per_position)
+        return len(self.accepted_per_position)
 
     def lengths(self) -> list[float]:
         """Acceptance lengths for 1, 2 .. k draft tokens: the last is measured, the others follow from cutting the same
         drafts short."""
-        return [1 + total / self.drafts if self.drafts else 1.0 for total in accumulate(self.per_position)]
+        return [1 + total / max(self.drafts, 1) for total in accumulate(self.accepted_per_position)]
 
     def since(self, before: "DraftCounts") -> "DraftCounts":
         """What was counted after `before`; raises UserError when the server was restarted in between."""
-        change = DraftCounts(
-            self.drafts - before.drafts,
-            self.proposed - before.proposed,
-            self.accepted - before.accepted,
-            tuple(now - then for now, then in zip_longest(self.per_position, before.per_position, fillvalue=0)),
-        )
-        if min(change.drafts, change.proposed, change.accepted, *change.per_position) < 0:
+        now, then = ((c.drafts, c.proposed, c.accepted, *c.accepted_per_position) for c in (self, before))
+        drafts, proposed, accepted, *each = changes = [new - old for new, old in zip_longest(now, then, fillvalue=0)]
+        if min(changes) < 0:
             raise UserError("the server's counters went back: it was restarted during the measurement; run it again")
-        return change
+        return DraftCounts(drafts, proposed, accepted, tuple(each))
 
 
 def draft_counts(page: str, model: str = "") -> DraftCounts | None:
     """The draft counters of a metrics page, summed over the server's engines; None for a server that does not draft.
 
-    `model`: count only the lines of this model, and those that name no model. Raises ValueError for a page that is not
-    in the Prometheus text format.
+    `model`: leave out the lines that name another model. Raises ValueError for a page that is not in the Prometheus
+    text format.
     """
     sums: Counter[str] = Counter()
     positions: Counter[int] = Counter()
     for sample in (s for family in text_string_to_metric_families(page) for s in family.samples):
         counter = sample.name.removeprefix(PREFIX).removesuffix("_total")  # clients of Prometheus differ in the suffix
-        other_model = model and sample.labels.get("model_name", model) != model
-        if other_model or not sample.name.startswith(PREFIX):
+        if not sample.name.startswith(PREFIX) or (model and sample.labels.get("model_name", model) != model):
             continue
         if counter == "accepted_tokens_per_pos":
             positions[int(sample.labels.get("position", ""))] += int(sample.value)
@@ -69,5 +64,5 @@ def draft_counts(page: str, model: str = "") -> DraftCounts | None:
             sums[counter] += int(sample.value)
     if "drafts" not in sums:
         return None
-    per_position = tuple(positions[at] for at in sorted(positions))
-    return DraftCounts(sums["drafts"], sums["draft_tokens"], sums["accepted_tokens"], per_position)
+    each = tuple(positions[at] for at in sorted(positions))
+    return DraftCounts(sums["drafts"], sums["draft_tokens"], sums["accepted_tokens"], each)

@@ -1,8 +1,8 @@
 """One vLLM or SGLang server seen from outside: its address, model, version and settings, and how it is asked.
 
-Pages and raw replies are read by plain HTTP, so that nothing is hidden that a client library does not know; stages 01b
-and 02 send their many requests through the openai client, which keeps connections open. A page that is not what it
-should be ends in one line that names the server.
+Pages and raw replies are read by plain HTTP, so that no field is hidden that a client library does not know; stages 01b
+and 02 send their many requests through the openai client, which keeps connections open. An unexpected page ends in a
+one-line error that names the server.
 """
 
 import http.client
@@ -25,7 +25,7 @@ CLIENT_ARGUMENTS = ("model", "messages", "temperature", "top_p", "max_tokens", "
 
 
 class ServerError(Exception):
-    """A server sent no answer, or an answer that is not what was asked for; the message is one line."""
+    """A server sent no answer, or an unexpected one; the message is one line."""
 
 
 @dataclass
@@ -45,40 +45,52 @@ class Endpoint:
         """The address of the pages outside the API: /version, /metrics, /server_info."""
         return self.url.removesuffix("/v1")
 
+    def open_client(self, kind: type, timeout):
+        """Set and return `client`, of a class of the openai library; for its retries see common/servers/retries.py."""
+        self.client = kind(base_url=self.url, api_key=api_key(), max_retries=0, timeout=timeout)
+        return self.client
+
+    def models(self) -> list[dict]:
+        """The entries of its /v1/models page, at least one, each with its `id`; raises ServerError."""
+        text = fetch(f"{self.url}/models")
+        try:
+            models = json.loads(text)["data"]
+            if models and all(isinstance(model["id"], str) for model in models):
+                return models
+        except (ValueError, KeyError, TypeError):
+            pass
+        raise ServerError(f"no list of models but {excerpt(text)}")
+
     def find_model(self, wanted: str, advice: str) -> dict:
         """Set `model` to `wanted`, or to the first that the server lists, and return its entry of /v1/models.
 
-        Raises UserError, with the advice, for a server that does not answer or does not serve it.
+        Raises UserError for a server that does not serve the model, and with the advice for one that does not answer.
         """
         try:
-            models = read_models(fetch(f"{self.url}/models"))
+            served = {model["id"]: model for model in self.models()}
         except ServerError as error:
             raise UserError(f"no server answers at {self.url} ({error}); {advice}") from None
-        served = {model["id"]: model for model in models}
-        self.model = wanted or models[0]["id"]
+        self.model = wanted or next(iter(served))
         if self.model not in served:
             raise UserError(f"{self.url} serves {', '.join(served)}, not {self.model!r}; set --served-model")
         return served[self.model]
 
     def find_version(self) -> None:
         """Set `version` to the server's name and version, for the records; "unknown" where it has no version page."""
-        for name, page in VERSION_PAGES.items():
-            if version := _read_key(self.root + page, str, "version"):
-                self.version = f"{name} {version}"
-                return
+        found = ((name, _read_key(self.root + page, str, "version")) for name, page in VERSION_PAGES.items())
+        self.version = next((f"{name} {version}" for name, version in found if version), "unknown")
 
     def connector_config(self) -> dict:
         """The settings of its KV connector, which a vLLM server in development mode shows; empty for any other.
 
-        vLLM 0.32 shows nowhere which layers it extracts, so the command of stage 02 repeats the list in these settings:
-        see common/servers/commands.py.
+        They name the layers and the spool of an extraction server: see common/servers/commands.py.
         """
         page = f"{self.root}/server_info?config_format=json"
         return _read_key(page, dict, "vllm_config", "kv_transfer_config", "kv_connector_extra_config") or {}
 
 
 def least_loaded(endpoints: Sequence[Endpoint]) -> Endpoint:
-    """The server with the fewest requests in flight, of those that need not be avoided if there are any."""
+    """The server with the fewest requests in flight, among those that need not be avoided if there are any."""
     now = time.monotonic()
     return min(endpoints, key=lambda endpoint: (endpoint.avoid_until > now, endpoint.in_flight))
 
@@ -89,7 +101,7 @@ def api_key() -> str:
 
 
 def api_roots(urls: tuple[str, ...], setting: str) -> list[str]:
-    """Base URLs with /v1, which may be left out after host and port. `setting`: the name that errors give them."""
+    """Base URLs with /v1, which may be left out after host and port; errors name the setting."""
     if not urls:
         raise UserError(f"{setting} is empty: name at least one server, as http://localhost:8000/v1")
     roots = [url.rstrip("/") for url in urls]
@@ -104,37 +116,21 @@ def fetch(url: str, body: dict | None = None, timeout_s: float = PAGE_TIMEOUT_S)
     headers = {"Authorization": f"Bearer {api_key()}", "Content-Type": "application/json"}
     data = None if body is None else json.dumps(body).encode()
     try:
-        with _open(urllib.request.Request(url, data, headers), timeout_s) as response:
-            status, text = response.getcode(), response.read().decode("utf-8", "replace")
-    except urllib.error.URLError as error:
-        raise ServerError(str(error.reason)) from None
-    except (OSError, http.client.HTTPException, ValueError) as error:  # a cut connection, a URL that is none
-        raise ServerError(one_line(f"{type(error).__name__}: {error}")) from None
+        try:
+            response = urllib.request.urlopen(urllib.request.Request(url, data, headers), timeout=timeout_s)
+        except urllib.error.HTTPError as error:
+            response = error  # which is also a response, and its body says what is wrong
+        with response:
+            status, text = response.status, response.read().decode("utf-8", "replace")
+    except (OSError, http.client.HTTPException, ValueError) as error:  # a cut connection, a malformed URL
+        raise ServerError(error_line(error)) from None
     if status >= 400:
         raise ServerError(status_line(status, text))
     return text
 
 
-def _open(request: urllib.request.Request, timeout_s: float):
-    try:
-        return urllib.request.urlopen(request, timeout=timeout_s)
-    except urllib.error.HTTPError as response:  # which is a response as well, with a body that says what is wrong
-        return response
-
-
-def read_models(text: str) -> list[dict]:
-    """The entries of a /v1/models page, at least one, each with its `id`; raises ServerError for any other page."""
-    try:
-        models = json.loads(text)["data"]
-        if models and all(isinstance(model["id"], str) for model in models):
-            return models
-    except (ValueError, KeyError, TypeError):
-        pass
-    raise ServerError(f"no list of models but {excerpt(text)}")
-
-
 def _read_key(url: str, kind: type, *keys: str):
-    """The value under nested keys of a JSON page; None where the page has no value of that type there."""
+    """The value under nested keys of a JSON page; None where the page has no value of that type under them."""
     try:
         value = json.loads(fetch(url))
         for key in keys:
@@ -145,19 +141,12 @@ def _read_key(url: str, kind: type, *keys: str):
 
 
 def chat_body(target: Target, model: str, messages: list[dict], sampling, max_tokens: int, seed: int) -> dict:
-    """The JSON body of a chat request. Token ids are asked of every server; one that sends none ignores it.
+    """The JSON body of a chat request. It asks for token ids, which servers that cannot send them ignore.
 
     `sampling`: thinking, thinking_budget, temperature and top_p, under the names that `Generate` has.
     """
-    body = {
-        "model": model,
-        "messages": [on_the_wire(message) for message in messages],
-        "temperature": sampling.temperature,
-        "top_p": sampling.top_p,
-        "max_tokens": max_tokens,
-        "seed": seed,
-        "return_token_ids": True,
-    }
+    body = {"model": model, "messages": [on_the_wire(message) for message in messages], "return_token_ids": True}
+    body |= {"temperature": sampling.temperature, "top_p": sampling.top_p, "max_tokens": max_tokens, "seed": seed}
     if arguments := template_arguments(target, sampling.thinking):
         body["chat_template_kwargs"] = arguments
         if sampling.thinking and sampling.thinking_budget:
@@ -166,22 +155,25 @@ def chat_body(target: Target, model: str, messages: list[dict], sampling, max_to
 
 
 def client_arguments(body: dict) -> dict:
-    """A JSON body as arguments of the openai client. `extra_body` takes what the client has no argument for, and puts
-    it at the top level of the JSON, where servers read template arguments."""
-    known = {key: body[key] for key in CLIENT_ARGUMENTS if key in body}
+    """A JSON body as arguments of the openai client, which puts those of `extra_body` at the top level of the JSON."""
+    known = {key: body[key] for key in CLIENT_ARGUMENTS}
     return known | {"extra_body": {key: value for key, value in body.items() if key not in known}}
 
 
 def status_line(status: int, text: str) -> str:
     """An HTTP error as one line: its status and the beginning of its body."""
-    return f"HTTP {status}: {one_line(text)}"
+    return f"HTTP {status}: {_one_line(text) or 'an empty body'}"
+
+
+def error_line(error: Exception) -> str:
+    """The kind and message of an error as one line."""
+    return _one_line(f"{type(error).__name__}: {getattr(error, 'reason', error)}")
 
 
 def excerpt(text: str) -> str:
     """The beginning of a received body in one line, quoted."""
-    return repr(one_line(text)) if text.strip() else "an empty body"
+    return repr(_one_line(text)) if text.strip() else "an empty body"
 
 
-def one_line(text: str) -> str:
-    """The beginning of a text, line breaks as spaces."""
+def _one_line(text: str) -> str:
     return " ".join(text.split())[:300]

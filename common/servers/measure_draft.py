@@ -6,20 +6,21 @@ Works with any vLLM server that was started with a draft; the run that trained i
 import json
 import time
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import dataclass, replace
+from dataclasses import asdict, dataclass, replace
+from itertools import islice
 
 from common.pipeline.console import Progress, say
 from common.pipeline.errors import UserError
 from common.pipeline.settings import Generate, Questions, Serving, Target
 from common.questions.questions import Question, QuestionStream
 from common.servers.draft_counters import DraftCounts, draft_counts
-from common.servers.endpoints import Endpoint, ServerError, api_roots, chat_body, excerpt, fetch
+from common.servers.endpoints import Endpoint, ServerError, api_roots, chat_body, error_line, excerpt, fetch
 
 QUESTIONS = 80  # without --n
 REQUEST_TIMEOUT_S = 3600.0
 FOREIGN_SHARE = 0.05  # with this share more drafted tokens than the questions took, another client uses the server
 WARM_UP_TOKENS = 8
-SETTLE_S, SETTLE_READS = 0.2, 10
+SETTLE_S, SETTLE_READS = 0.2, 10  # seconds between two readings of the counters, and the most readings
 
 
 @dataclass(frozen=True)
@@ -41,14 +42,13 @@ def connect(url: str, flag: str, served_model: str) -> Endpoint:
 
 def read_counts(server: Endpoint) -> DraftCounts | None:
     """The server's draft counters now; None when it does not draft."""
-    page = ""
+    url = f"{server.root}/metrics"
     try:
-        page = fetch(f"{server.root}/metrics")
-        return draft_counts(page, server.model)
+        return draft_counts(page := fetch(url), server.model)
     except ServerError as error:
-        raise UserError(f"{server.root}/metrics does not answer ({error}); is the server running?") from None
+        raise UserError(f"{url} does not answer ({error}); is the server running?") from None
     except (ValueError, OverflowError):
-        raise UserError(f"{server.root}/metrics is no page of counters but {excerpt(page)}") from None
+        raise UserError(f"{url} is no page of counters but {excerpt(page)}") from None
 
 
 def settled_counts(server: Endpoint) -> DraftCounts:
@@ -68,10 +68,9 @@ def settled_counts(server: Endpoint) -> DraftCounts:
 
 
 def ask(server: Endpoint, body: dict) -> Reply:
-    """One chat completion."""
+    """The answer to one chat request, whose model is replaced by the server's name for it."""
     try:
-        body = body | {"model": server.model}  # which may differ from the other server's
-        reply = json.loads(fetch(f"{server.url}/chat/completions", body, REQUEST_TIMEOUT_S))
+        reply = json.loads(fetch(f"{server.url}/chat/completions", body | {"model": server.model}, REQUEST_TIMEOUT_S))
         choice = reply["choices"][0]
         message = choice["message"]
         texts = [message.get("reasoning") or message.get("reasoning_content"), message.get("content")]
@@ -79,54 +78,44 @@ def ask(server: Endpoint, body: dict) -> Reply:
     except ServerError as error:
         return Reply(error=str(error))
     except (ValueError, KeyError, IndexError, TypeError, AttributeError) as error:
-        return Reply(error=f"not a chat completion: {type(error).__name__}: {error}")
+        return Reply(error=f"not a chat completion: {error_line(error)}")
 
 
 def read_questions(settings: Serving, of_config: Questions, count: int) -> list[Question]:
     """The first questions of the file, or of the config's data set shuffled with another seed than 01b's.
 
-    01b answers the first questions in its own order; under another seed, few of the first were trained on.
+    01b answers the first questions in its own order, so under another seed few of the first were trained on.
     """
     if settings.questions:
         source = replace(of_config, dataset=settings.questions, shuffle_seed=-1, streaming=False)
     else:
         source = replace(of_config, shuffle_seed=max(of_config.shuffle_seed, 0) + 1)
-    questions = []
-    for question in QuestionStream(source):
-        if isinstance(question, Question):
-            questions.append(question)
-        if len(questions) == count:
-            break
+    questions = list(islice((row for row in QuestionStream(source) if isinstance(row, Question)), count))
     if not questions:
         raise UserError(f"{source.dataset} has no question that can be asked")
     return questions
 
 
-def ask_all(server: Endpoint, bodies: list[dict], settings: Serving, name: str) -> tuple[list[Reply], float]:
-    """(the replies in the order of the bodies, seconds from the first request to the last answer)."""
-    pool = ThreadPoolExecutor(settings.eval_concurrency)
+def ask_all(server: Endpoint, bodies: list[dict], concurrency: int, name: str) -> tuple[list[Reply], dict]:
+    """(the replies in the order of the bodies, their counts and tokens/s); raises UserError when all failed."""
+    pool, replies, tokens = ThreadPoolExecutor(concurrency), [], 0
     started = time.monotonic()
     try:
         with Progress(name, len(bodies), "questions") as progress:
-            replies = []
             for reply in pool.map(lambda body: ask(server, body), bodies):
                 replies.append(reply)
-                progress.update(1, tokens=f"{sum(r.tokens for r in replies):,}")
+                tokens += reply.tokens
+                progress.update(1, tokens=f"{tokens:,}")
     finally:
         pool.shutdown(wait=False, cancel_futures=True)
-    return replies, time.monotonic() - started
-
-
-def speed(replies: list[Reply], seconds: float) -> dict:
-    """Counts and tokens/s of the replies; raises UserError when all failed."""
+    seconds = time.monotonic() - started
     failed = [reply.error for reply in replies if reply.error]
     if len(failed) == len(replies):
         raise UserError(f"no question was answered; the first error: {failed[0]}")
     if failed:
         say(f"  {len(failed)} of {len(replies)} questions failed; the first error: {failed[0]}")
-    tokens = sum(reply.tokens for reply in replies)
     facts = {"questions": len(replies), "failed": len(failed), "tokens": tokens, "seconds": round(seconds, 3)}
-    return facts | {"tokens_s": round(tokens / max(seconds, 1e-9), 2)}
+    return replies, facts | {"tokens_s": round(tokens / max(seconds, 1e-9), 2)}
 
 
 def measure(settings: Serving, target: Target, generate: Generate, questions: list[Question]) -> dict:
@@ -143,11 +132,17 @@ def measure(settings: Serving, target: Target, generate: Generate, questions: li
         chat_body(target, server.model, question.messages, sampling, settings.eval_max_tokens, generate.seed)
         for question in questions
     ]
-    for each in filter(None, (server, plain)):  # compilation and first allocations must not be measured
+    for each in filter(None, (server, plain)):  # warm-up: compilation and first allocations must not be measured
         ask(each, bodies[0] | {"max_tokens": WARM_UP_TOKENS})
     before = settled_counts(server)
-    replies, seconds = ask_all(server, bodies, settings, "with the draft")
+    replies, asked = ask_all(server, bodies, settings.eval_concurrency, "with the draft")
     counted = settled_counts(server).since(before)
+    if not counted.drafts:
+        raise UserError(f"{server.root} made no draft for these {len(questions)} questions")
+    if counted.drafts + counted.accepted > asked["tokens"] * (1 + FOREIGN_SHARE) + counted.k * len(questions):
+        say("  WARNING   more tokens were drafted than these questions took: the figures include another client's")
+    cut = {str(k): round(length, 5) for k, length in enumerate(counted.lengths(), 1)}
+    lengths = {"k": counted.k, "length": round(1 + counted.accepted / counted.drafts, 5), "length_cut_at": cut}
     facts = {
         "format": 1,
         "server": server.version,
@@ -156,59 +151,36 @@ def measure(settings: Serving, target: Target, generate: Generate, questions: li
         "temperature": settings.eval_temperature,
         "max_tokens": settings.eval_max_tokens,
         "concurrency": settings.eval_concurrency,
-        "with_draft": speed(replies, seconds) | counts_as_dict(counted),
+        "with_draft": asked | asdict(counted) | lengths,
         "without_draft": None,
         "identical": None,
     }
-    if not counted.drafts:
-        raise UserError(f"{server.root} made no draft for these {len(questions)} questions")
-    expected = facts["with_draft"]["tokens"] * (1 + FOREIGN_SHARE) + counted.k * len(questions)
-    if counted.drafts + counted.accepted > expected:
-        say("  WARNING   more tokens were drafted than these questions took: the figures include another client's")
     if plain:
-        plain_replies, seconds = ask_all(plain, bodies, settings, "without")
-        facts["without_draft"] = speed(plain_replies, seconds)
-        facts["speed_up"] = round(facts["with_draft"]["tokens_s"] / facts["without_draft"]["tokens_s"], 4)
+        plain_replies, facts["without_draft"] = ask_all(plain, bodies, settings.eval_concurrency, "without")
+        facts["speed_up"] = round(asked["tokens_s"] / facts["without_draft"]["tokens_s"], 4)
         if settings.eval_temperature == 0:
             pairs = [(a, b) for a, b in zip(replies, plain_replies, strict=True) if not (a.error or b.error)]
             facts["identical"] = {"of": len(pairs), "equal": sum(a.output == b.output for a, b in pairs)}
     return facts
 
 
-def counts_as_dict(counted: DraftCounts) -> dict:
-    """The counters as report.json holds them, with the acceptance length that follows from them."""
-    lengths = [round(length, 5) for length in counted.lengths()]
-    return {
-        "k": counted.k,
-        "drafts": counted.drafts,
-        "proposed": counted.proposed,
-        "accepted": counted.accepted,
-        "accepted_per_position": list(counted.per_position),
-        "length": round(1 + counted.accepted / counted.drafts, 5) if counted.drafts else None,
-        "length_cut_at": {str(k): length for k, length in enumerate(lengths, 1)},
-    }
-
-
 def summary(facts: dict) -> list[tuple[str, str]]:
     """Lines for the table on the terminal."""
-    drafted, plain, equal = facts["with_draft"], facts["without_draft"], facts["identical"]
+    drafted, plain, same = facts["with_draft"], facts["without_draft"], facts["identical"]
     share = drafted["accepted"] / max(drafted["proposed"], 1)
     by_position = "  ".join(f"{n / drafted['drafts']:.1%}" for n in drafted["accepted_per_position"])
+    speed = "{tokens_s:,.1f} tokens/s, {tokens:,} tokens in {seconds:.1f} s"
     rows = [
         (f"acceptance length, k={drafted['k']}", f"{drafted['length']:.3f} over {drafted['drafts']:,} drafts"),
         ("accepted draft tokens", f"{share:.1%}; by position {by_position}"),
         ("cut at k = 1..", "  ".join(f"{k}: {length:.3f}" for k, length in drafted["length_cut_at"].items())),
-        (
-            "with the draft",
-            f"{drafted['tokens_s']:,.1f} tokens/s, {drafted['tokens']:,} tokens in {drafted['seconds']:.1f} s",
-        ),
+        ("with the draft", speed.format(**drafted)),
     ]
     if plain:
-        rows.append(("without", f"{plain['tokens_s']:,.1f} tokens/s, {plain['tokens']:,} tokens"))
-        rows.append(("speed-up", f"{facts['speed_up']:.2f}"))
-    if equal:
-        rows.append(("greedy replies", f"{equal['equal']} of {equal['of']} the same with and without the draft"))
-    if equal and equal["equal"] < equal["of"]:
-        more = "; --eval-concurrency 1 tells rounding from an error" if facts["concurrency"] > 1 else ""
-        rows.append(("", f"rounding depends on the batch and decides between nearly equal tokens{more}"))
+        rows += [("without the draft", speed.format(**plain)), ("speed-up", f"{facts['speed_up']:.2f}")]
+    if same:
+        rows.append(("greedy replies", f"{same['equal']} of {same['of']} the same with and without the draft"))
+        if same["equal"] < same["of"]:
+            more = "; --eval-concurrency 1 tells rounding from an error" if facts["concurrency"] > 1 else ""
+            rows.append(("", f"rounding depends on the batch and decides between nearly equal tokens{more}"))
     return rows

@@ -155,7 +155,7 @@ def test_counts_are_those_of_the_questions_alone(tmp_path, questions):
         for body in server.bodies[-4:]:
             fresh.answer(body)
         wanted = draft_counts(fresh.metrics(), "target")
-    assert (found["drafts"], found["accepted_per_position"]) == (wanted.drafts, list(wanted.per_position))
+    assert (found["drafts"], found["accepted_per_position"]) == (wanted.drafts, list(wanted.accepted_per_position))
     assert found["questions"] == 4
 
 
