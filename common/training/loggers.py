@@ -2,7 +2,6 @@
 
 import hashlib
 from collections.abc import Iterator
-from importlib import import_module
 from pathlib import Path
 
 from common.pipeline.errors import UserError
@@ -15,13 +14,20 @@ class Loggers:
     def __init__(self, folder: Path, track: tuple[str, ...], step: int, facts: dict):
         self.writer = self.wandb = None
         if "tensorboard" in track:
-            writer = _imported("torch.utils.tensorboard", "tensorboard").SummaryWriter
-            self.writer = writer(str(folder / "tensorboard"), purge_step=step + 1)
+            try:
+                from torch.utils.tensorboard import SummaryWriter
+            except ImportError as error:
+                raise _not_installed("tensorboard", error) from None
+            self.writer = SummaryWriter(str(folder / "tensorboard"), purge_step=step + 1)
         if "wandb" in track:
+            try:
+                import wandb
+            except ImportError as error:
+                raise _not_installed("wandb", error) from None
             # One id per folder, so that a resumed run continues its curves.
             id, run = hashlib.sha256(str(folder.resolve()).encode()).hexdigest()[:12], folder.resolve().parent.name
             about = {"project": "kimi-eagle3", "name": run, "id": id, "resume": "allow"}
-            self.wandb = _imported("wandb", "wandb").init(**about, dir=str(folder), config=facts)
+            self.wandb = wandb.init(**about, dir=str(folder), config=facts)
 
     def log(self, line: dict) -> None:
         """Send the numbers of one metrics line, nested names joined by "/"."""
@@ -48,11 +54,8 @@ def _numbers(value, name: str) -> Iterator[tuple[str, float]]:
         yield name, value
 
 
-def _imported(module: str, package: str):
-    try:
-        return import_module(module)
-    except ImportError as error:
-        raise UserError(f"train.track: {package} is not installed ({error}); pip install {package}") from None
+def _not_installed(package: str, error: ImportError) -> UserError:
+    return UserError(f"train.track: {package} is not installed ({error}); pip install {package}")
 
 
 def other_runs(folders: tuple[str, ...], stage: str) -> dict[str, list[dict]]:
