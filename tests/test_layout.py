@@ -1,6 +1,7 @@
 """The thirteen packages of common/: the direction of their imports, and files that start without torch."""
 
 import ast
+import re
 import subprocess
 import sys
 
@@ -57,7 +58,7 @@ def test_scripts_never_import_each_other():
     for path in [*SCRIPTS.values(), *COMMON]:
         text = path.read_text("utf-8")
         assert not stems & {n.split(".")[0] for n in imported(path)}, path
-        assert "importlib" not in text or path.parent.name == "demo", path  # the detour round this rule
+        assert not re.search(r"import_module|__import__|spec_from_file|exec_module", text), path  # ways round this rule
 
 
 def test_test_files_import_no_test_files():
