@@ -11,7 +11,7 @@ STORE_DTYPES = {"bf16": ("BF16", 2), "fp8": ("F8_E4M3", 1)}
 
 @dataclass(frozen=True)
 class ShardKind:
-    """What all shards of a run share; stands in every shard's metadata."""
+    """What all shards of a run have in common; every shard's metadata repeats it."""
 
     target: str
     target_digest: str

@@ -71,7 +71,7 @@ PROMISES = [  # (pattern in a command as documented, patterns of what it must pr
     (r"02.*--print-server-command", [r"vllm serve models/kimi-k2\.5 --port \d+", "extract_hidden_states"]),
     (r"--probe", ["^verdict: ready$", "rebuilt ids +equal to the server's"]),
     (r"01b.*--n \d+( --part \d/\d)?$", [r"^01b: \d+ new samples", r"failed +0$", "field: reasoning"]),
-    (r"02.*--window", [r"^ +window +\d+ rounds"]),
+    (r"02.*--window", [r"^ +disk budget +\d+ rounds"]),
     (r"02_extract\S+( --(config|n|part|extract-urls|window) \S+)*$", ["on policy .*first choice", r"failed +0$"]),
     (r"03\S+( --config \S+)?$", ["^03 done", r"longest +[\d,]+ tokens", "coverage "]),
     (r"torchrun.*04", ["^04 done", r"acceptance length, k=3 +\d\.\d{3}", r"untrained draft +\d", r"bigram floor +\d"]),
